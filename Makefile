@@ -1,0 +1,33 @@
+# Two commands on a machine with Python >= 3.11, pip and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test lint docs setup clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "== Setting up $(VENV): a few minutes the first time =="
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --progress-bar on -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2 --durations=10
+
+lint: setup
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

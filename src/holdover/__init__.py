@@ -1,0 +1,85 @@
+"""Diffusion transformers, several times faster: what earlier denoising steps computed is held over.
+
+import holdover
+
+cache = holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.2)
+image = pipe("red apple, glossy 3d style").images[0]
+print(cache.stats())
+cache.disable()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import disable as disable
+    from .api import enable as enable
+    from .base import CacheBackend as CacheBackend
+    from .base import DiffusionCacheConfig as DiffusionCacheConfig
+    from .context import CacheContext as CacheContext
+    from .errors import ConfigError as ConfigError
+    from .errors import EnableError as EnableError
+    from .errors import HoldoverError as HoldoverError
+    from .errors import HoldoverWarning as HoldoverWarning
+    from .errors import NotEnabledError as NotEnabledError
+    from .errors import ProfileError as ProfileError
+    from .errors import UnsupportedModelError as UnsupportedModelError
+    from .magcache import MagCacheBackend as MagCacheBackend
+    from .magcache import MagCacheConfig as MagCacheConfig
+    from .models.extractors import register_extractor as register_extractor
+    from .models.family import Family as Family
+    from .models.family import Signal as Signal
+    from .models.registry import register_family as register_family
+    from .prompt_embed_cache import PromptEmbedCache as PromptEmbedCache
+    from .prompt_embed_cache import install_prompt_embed_cache as install_prompt_embed_cache
+    from .prompt_embed_cache import resolve_prompt_embed_cache_config as resolve_prompt_embed_cache_config
+    from .prompt_embed_cache import uninstall_prompt_embed_cache as uninstall_prompt_embed_cache
+    from .selector import get_cache_backend as get_cache_backend
+    from .teacache import TeaCacheBackend as TeaCacheBackend
+    from .teacache import TeaCacheConfig as TeaCacheConfig
+
+__version__ = "0.1.0"
+
+# Public names and where they live. They are imported when they are first used, so that `import holdover` and
+# the command line's help cost nothing.
+_HOMES = {
+    "api": ("disable", "enable"),
+    "base": ("CacheBackend", "DiffusionCacheConfig"),
+    "context": ("CacheContext",),
+    "errors": (
+        "ConfigError",
+        "EnableError",
+        "HoldoverError",
+        "HoldoverWarning",
+        "NotEnabledError",
+        "ProfileError",
+        "UnsupportedModelError",
+    ),
+    "magcache": ("MagCacheBackend", "MagCacheConfig"),
+    "models.extractors": ("register_extractor",),
+    "models.family": ("Family", "Signal"),
+    "models.registry": ("register_family",),
+    "prompt_embed_cache": (
+        "PromptEmbedCache",
+        "install_prompt_embed_cache",
+        "resolve_prompt_embed_cache_config",
+        "uninstall_prompt_embed_cache",
+    ),
+    "selector": ("get_cache_backend",),
+    "teacache": ("TeaCacheBackend", "TeaCacheConfig"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,35 @@
+"""The one verb, and its undoing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import CacheBackend
+from .config import Config
+from .errors import ConfigError, NotEnabledError
+from .selector import backend_class, backend_for_config, own_config
+
+
+def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
+    """Put a cache on a pipeline or a transformer and return it, enabled.
+
+    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"none"`) with its settings as keywords, or a config object.
+    """
+    if isinstance(method, Config):
+        backend = backend_for_config(method.replaced(**settings) if settings else method)
+    elif isinstance(method, str):
+        backend = backend_class(method)(own_config(method, settings))
+    else:
+        raise ConfigError(f"A method is a name or a config, not {method!r}.")
+    backend.enable(target)
+    return backend
+
+
+def disable(target: Any) -> None:
+    """Take off whatever cache is on a pipeline or a transformer."""
+    from .runtime.backend import cache_of
+
+    cache = cache_of(target)
+    if cache is None:
+        raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")
+    cache.disable()

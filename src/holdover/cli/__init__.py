@@ -1,0 +1,13 @@
+"""The command line. Nothing here imports torch until a command needs it."""
+
+from __future__ import annotations
+
+from .app import app
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+__all__ = ["app", "main"]

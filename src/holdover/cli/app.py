@@ -1,0 +1,82 @@
+"""`holdover`: what there is and what it runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+
+app = typer.Typer(
+    name="holdover",
+    help="Diffusion transformers, several times faster: what earlier denoising steps computed is held over.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options that every command has."""
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method; all of them without it.")] = None,
+) -> None:
+    """The caching methods and their settings, with defaults and allowed values."""
+    from ..config import allowed_values
+    from ..errors import ConfigError
+    from ..selector import config_class
+    from ..selector import methods as known
+
+    try:
+        configs = [(method, config_class(method)) for method in ([name] if name else known())]
+    except ConfigError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for method, config in configs:
+        table = Table("setting", "default", "allowed", "what it does", title=method, title_justify="left")
+        for field in config.settings():
+            table.add_row(field.name, repr(field.default), allowed_values(field), field.metadata.get("doc", ""))
+        console.print(table)
+
+
+@app.command()
+def info() -> None:
+    """Versions and the device: what a bug report needs."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    packages = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+    rows = {
+        "holdover": __version__,
+        "python": f"{sys.version.split()[0]} on {platform.platform()}",
+        **{package: _installed(package) for package in packages},
+        "device": device,
+    }
+    for label, value in rows.items():
+        console.print(f"{label:<13}{value}", highlight=False, soft_wrap=True)
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,73 @@
+"""The object that crosses the seam: all that a method may know of a model at one step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class CacheContext:
+    """One step of one branch, seen from the seam.
+
+    `modulated_input` is the signal a method may compare between steps; `hidden_states` and
+    `encoder_hidden_states` enter the first block; `run_transformer_blocks()` gives what leaves the last one,
+    hidden states first; `postprocess(hidden)` turns that into the model's output. An extractor that a user
+    registers for an unusual model builds the same object.
+    """
+
+    modulated_input: torch.Tensor
+    hidden_states: torch.Tensor
+    encoder_hidden_states: torch.Tensor | None
+    temb: torch.Tensor
+    run_transformer_blocks: Callable[[], tuple[torch.Tensor, ...]]
+    postprocess: Callable[[torch.Tensor], Any]
+    extra_states: dict[str, Any] | None = None
+
+    def validate(self) -> None:
+        """Check types (TypeError), tensors (ValueError) and that the callables can be called (RuntimeError)."""
+        for name in ("modulated_input", "hidden_states", "temb"):
+            _check_tensor(name, getattr(self, name))
+        if self.encoder_hidden_states is not None:
+            _check_tensor("encoder_hidden_states", self.encoder_hidden_states)
+            _check_same_batch(self.hidden_states, self.encoder_hidden_states)
+        if self.extra_states is not None and not isinstance(self.extra_states, dict):
+            raise TypeError(f"CacheContext.extra_states must be a dict or None, not {_kind(self.extra_states)}.")
+        _check_callable("run_transformer_blocks", self.run_transformer_blocks)
+        _check_callable("postprocess", self.postprocess, self.hidden_states)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"CacheContext.{name} must be a torch.Tensor, not {_kind(value)}.")
+    if value.numel() == 0:
+        raise ValueError(f"CacheContext.{name} is empty (shape {tuple(value.shape)}).")
+    if not (value.is_floating_point() or value.is_complex()):
+        raise ValueError(f"CacheContext.{name} must hold floating-point numbers, not {value.dtype}.")
+
+
+def _check_same_batch(hidden: torch.Tensor, encoder: torch.Tensor) -> None:
+    if hidden.ndim >= 3 and encoder.ndim >= 3 and hidden.shape[0] != encoder.shape[0]:
+        raise ValueError(
+            f"CacheContext.hidden_states has batch {hidden.shape[0]} and encoder_hidden_states {encoder.shape[0]}."
+        )
+
+
+def _check_callable(name: str, value: object, *arguments: object) -> None:
+    if not callable(value):
+        raise TypeError(f"CacheContext.{name} must be callable, not {_kind(value)}.")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError as error:
+        wanted = f"{len(arguments)} argument" + ("" if len(arguments) == 1 else "s")
+        raise RuntimeError(f"CacheContext.{name} must take {wanted}: {error}.") from None
+    except ValueError:
+        return  # a builtin without a readable signature
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,1 @@
+"""One file a family: the TeaCache signal and the few facts a trace cannot show. Each declares `FAMILIES`."""

@@ -1,0 +1,138 @@
+"""MagCache (Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", arXiv:2506.09045).
+
+How the residual's magnitude changes from step to step is a constant of the model. The product of the ratios
+since the last computed step says how far the held residual is off; while the sum of these errors stays within
+the threshold, and no more than `max_skip_steps` in a row, the step is held. Nothing here needs data: the
+schedule is known before step 0.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar
+
+from ..grid import Grid
+from .base import NOTHING_HELD, OFF, Decision, PolicyState
+
+HELD = Decision(False, "magnitude error is within the threshold")
+ERROR = Decision(True, "magnitude error passed the threshold")
+LONGEST = Decision(True, "as many steps held in a row as allowed")
+RETAINED = Decision(True, "one of the first steps, always computed")
+KEPT = Decision(True, "a step this model never holds")
+BEYOND = Decision(True, "more steps than were announced")
+
+
+@dataclass
+class MagCacheState(PolicyState):
+    """The accumulators since the last computed step, and what a calibration has measured."""
+
+    accumulated_ratio: float = 1.0
+    accumulated_err: float = 0.0
+    accumulated_steps: int = 0
+    seen: int | None = None
+    norm_ratios: list[float] = field(default_factory=list)
+    norm_stds: list[float] = field(default_factory=list)
+    cos_dises: list[float] = field(default_factory=list)
+
+    def restart(self, step: int) -> None:
+        """A step was computed: nothing is accumulated any more."""
+        self.anchor = self.seen = step
+        self.accumulated_ratio, self.accumulated_err, self.accumulated_steps = 1.0, 0.0, 0
+
+
+@dataclass(frozen=True)
+class MagCachePolicy:
+    """Hold while the accumulated magnitude error is at most `threshold`; `ratios[i]` belongs to step `i` of the
+    grid.
+    """
+
+    needs_signal: ClassVar[bool] = False
+    threshold: float
+    max_skip_steps: int
+    retention_ratio: float
+    ratios: tuple[float, ...]
+    grid: Grid
+    never_hold: frozenset[int] = frozenset()
+
+    @property
+    def retained(self) -> int:
+        """How many steps at the start are always computed."""
+        return int(self.retention_ratio * self.grid.length + 0.5)
+
+    def start(self) -> MagCacheState:
+        return MagCacheState()
+
+    def decide(self, step: int, signal: float | None, state: MagCacheState) -> Decision:
+        decision = self._decision(step, state)
+        if decision.compute:
+            state.restart(step)
+        return decision
+
+    def _decision(self, step: int, state: MagCacheState) -> Decision:
+        if step < self.grid.first + self.retained:
+            return RETAINED
+        if step > self.grid.last:
+            return BEYOND
+        if self.threshold <= 0:
+            return OFF
+        if state.anchor is None:
+            return NOTHING_HELD
+        self._accumulate(step, state)
+        if step in self.never_hold:
+            return KEPT
+        if state.accumulated_err > self.threshold:
+            return ERROR
+        return HELD if state.accumulated_steps <= self.max_skip_steps else LONGEST
+
+    def _accumulate(self, step: int, state: MagCacheState) -> None:
+        """Add the steps since this branch was last seen: also those on which it did not run (guidance intervals)."""
+        last = state.seen if state.seen is not None else step - 1
+        for passed in range(last + 1, step + 1):
+            state.accumulated_ratio *= self.ratios[passed]
+            state.accumulated_err += abs(1.0 - state.accumulated_ratio)
+            state.accumulated_steps += 1
+        state.seen = step
+
+
+def nearest_ratios(ratios: Sequence[float], count: int) -> tuple[float, ...]:
+    """Ratios for another step count as the published code takes them: the nearest entry of the list."""
+    if count == 1:
+        return (ratios[-1],)
+    scale = (len(ratios) - 1) / (count - 1)
+    return tuple(ratios[round(step * scale)] for step in range(count))
+
+
+def rescaled_ratios(ratios: Sequence[float], grid: Grid, noise: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Ratios for another grid that keep the magnitude curve: its logarithm is interpolated, then differenced.
+
+    The curve is placed over the noise levels it was measured at where both grids have them, else over the
+    fraction of the steps done.
+    """
+    if len(ratios) == grid.count and (noise is None or not grid.noise):
+        return tuple(ratios)
+    if noise and grid.noise:
+        source, target = [-n for n in noise], [-n for n in grid.noise]
+    else:
+        source = [i / max(len(ratios) - 1, 1) for i in range(len(ratios))]
+        target = [grid.fraction(step) for step in range(grid.count)]
+    heights, height = [], 0.0
+    for ratio in ratios:
+        height += math.log(ratio)
+        heights.append(height)
+    curve = [_interpolated(x, source, heights) for x in target]
+    return (ratios[0], *(math.exp(b - a) for a, b in pairwise(curve)))
+
+
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Piecewise linear through the points, flat outside them."""
+    if x <= xs[0]:
+        return ys[0]
+    if x >= xs[-1]:
+        return ys[-1]
+    right = bisect_right(xs, x)
+    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -1,0 +1,101 @@
+"""TeaCache (Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model", arXiv:2411.19108).
+
+The signal's relative change since the last step, rescaled by a polynomial, is added up; while the sum stays below the
+threshold the step is held. First and last step are always computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..grid import Grid
+from .base import FIRST, LAST, NOTHING_HELD, OFF, Decision, PolicyState
+
+HELD = Decision(False, "signal has changed little")
+CHANGED = Decision(True, "signal has changed enough")
+RETAINED = Decision(True, "one of the first steps, always computed")
+_SAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A rescaling polynomial, highest power first, used only where it can be trusted.
+
+    The argument is clamped to `low..high`, the range it was fitted on, and the value to at least 0. Published
+    polynomials come without their range: `trusted` finds where they turn down towards nonsense.
+    """
+
+    coefficients: tuple[float, ...]
+    low: float = 0.0
+    high: float = 1.0
+
+    def __call__(self, change: float) -> float:
+        return max(0.0, self.raw(min(max(change, self.low), self.high)))
+
+    def raw(self, x: float) -> float:
+        """The polynomial itself, unclamped."""
+        value = 0.0
+        for coefficient in self.coefficients:
+            value = value * x + coefficient
+        return value
+
+    def minimum(self) -> float:
+        """The least it can add in one step: thresholds at or below it never hold."""
+        width = self.high - self.low
+        return min(self(self.low + width * i / _SAMPLES) for i in range(_SAMPLES + 1))
+
+    @classmethod
+    def trusted(cls, coefficients: Sequence[float]) -> Polynomial:
+        """A polynomial without a stated range, cut off at its highest point before it falls below zero for good."""
+        whole = cls(tuple(coefficients))
+        values = [whole.raw(i / _SAMPLES) for i in range(_SAMPLES + 1)]
+        rises = next((i for i, v in enumerate(values) if v > 0), None)
+        if rises is None:
+            return whole
+        falls = next((i for i in range(rises, _SAMPLES + 1) if values[i] <= 0), _SAMPLES + 1)
+        peak = max(range(rises, falls), key=values.__getitem__)
+        return cls(whole.coefficients, 0.0, peak / _SAMPLES)
+
+
+@dataclass
+class TeaCacheState(PolicyState):
+    """The sum since the last computed step."""
+
+    accumulated_rel_l1_distance: float = 0.0
+
+
+@dataclass(frozen=True)
+class TeaCachePolicy:
+    """Hold while the accumulated, rescaled change of the signal is below `threshold`."""
+
+    needs_signal: ClassVar[bool] = True
+    threshold: float
+    rescale: Polynomial
+    grid: Grid
+    retained: int = 1
+
+    def start(self) -> TeaCacheState:
+        return TeaCacheState()
+
+    def decide(self, step: int, signal: float | None, state: TeaCacheState) -> Decision:
+        decision = self._decision(step, signal, state)
+        if decision.compute:
+            state.anchor = step
+            state.accumulated_rel_l1_distance = 0.0
+        return decision
+
+    def _decision(self, step: int, signal: float | None, state: TeaCacheState) -> Decision:
+        if step == self.grid.first:
+            return FIRST
+        if step == self.grid.last:
+            return LAST
+        if step < self.grid.first + self.retained:
+            return RETAINED
+        if self.threshold <= 0:
+            return OFF
+        if signal is None or state.anchor is None:
+            return NOTHING_HELD
+        state.accumulated_rel_l1_distance += self.rescale(signal)
+        return HELD if state.accumulated_rel_l1_distance < self.threshold else CHANGED

@@ -1,0 +1,279 @@
+"""Drives one cache: finds the generation, step and branch of each forward, asks the policy, keeps what is held."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import HoldoverWarning
+from ..grid import Grid
+from ..models.arguments import shapes, structure
+from ..models.family import Signal
+from ..policies.base import NOTHING_HELD, Decision
+from ..policies.static import ASKED
+from ..stats import Ledger, Stats, Visit
+from .adopt import Adoptions
+from .clock import SchedulerClock, TimestepClock
+from .extracted import ExtractedSeam
+from .generation import Generation, Track
+from .method import Computed, Method
+from .seam import OTHER_PATH, Call, Outcome, Seam
+from .signals import PlannedChanges, plan_changes, relative_change
+from .stopwatch import Stopwatch
+from .unit import Unit
+
+OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
+
+Plain = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+
+class Engine:
+    """One enabled cache on one pipeline or transformer."""
+
+    def __init__(self, pipeline: Any, modules: Mapping[str, nn.Module], method: Method) -> None:
+        self.pipeline = pipeline
+        self.units = [Unit(name, module) for name, module in modules.items()]
+        self.notes = tuple(note for unit in self.units for note in method.prepare(unit, pipeline))
+        self._methods = [method]
+        self._seams = {u: Seam(u) if u.extractor is None else ExtractedSeam(u) for u in self.units}
+        self._adoptions = Adoptions()
+        self._clock = SchedulerClock(pipeline, self._adoptions, self._start, self._finish)
+        self._bare = TimestepClock(self._start, any(u.family.time_runs_up for u in self.units))
+        self._ledger = Ledger(method.name)
+        self._declared: int | None = None
+        self._autograd = 0
+        self._generation = Generation(method)
+        self._track: Track | None = None
+        self._adoptions.owner = self
+        self.owner: Any = None
+
+    @property
+    def branch_state(self) -> Any:
+        """The policy's state of the branch that runs, or ran last; None between generations."""
+        return None if self._track is None else self._track.state
+
+    def install(self) -> None:
+        """Put the cut in place, on every instance or on none."""
+        try:
+            for unit in self.units:
+                unit.install(self._adoptions, self.forward)
+            self._clock.watch()
+        except BaseException:
+            self._adoptions.release_all()
+            raise
+
+    def uninstall(self) -> None:
+        """Take the cut off: every object is what it was."""
+        self._finish()
+        self._adoptions.release_all()
+
+    def refresh(self, num_inference_steps: int | None) -> None:
+        """The next forward begins a generation of that many steps, unless a scheduler says otherwise."""
+        self._declared = num_inference_steps
+        self._interrupt()
+
+    @contextmanager
+    def using(self, method: Method) -> Iterator[None]:
+        """Use another method for the generations that start inside."""
+        for unit in self.units:
+            method.prepare(unit, self.pipeline)
+        self._methods.append(method)
+        self._interrupt()
+        try:
+            yield
+        finally:
+            self._methods.pop()
+            self._interrupt()
+
+    def stats(self) -> Stats:
+        """The statistics so far."""
+        notes = self.notes
+        if self._autograd:
+            notes += (f"{self._autograd} forwards ran with autograd on or in training mode: nothing was held",)
+        return self._ledger.snapshot(notes)
+
+    # One generation.
+
+    def _start(self) -> None:
+        self._finish()
+        self._generation = Generation(self._methods[-1])
+        self._ledger.open(self._generation.stats)
+
+    def _finish(self) -> None:
+        generation = self._generation
+        if generation.stats.visits and not generation.stats.finished:
+            generation.stats.finished = True
+            generation.method.finished()
+            _warn_if_inactive(generation)
+        generation.drop()
+        self._track = None
+
+    def _interrupt(self) -> None:
+        """Whatever comes next belongs to another generation."""
+        self._generation.drop()
+        self._track = None
+        self._clock.stop()
+        self._bare.restart()
+
+    # One forward.
+
+    def forward(self, unit: Unit, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
+        """Every forward of an enabled transformer comes here."""
+        if unit.running is not None:
+            return plain(*args, **kwargs)
+        if torch.is_grad_enabled() or unit.core.training:
+            return self._ungoverned(plain, args, kwargs)
+        try:
+            return self._governed(unit, plain, args, kwargs)
+        except BaseException:
+            self._interrupt()  # whatever was half done is not to be built on
+            raise
+
+    def _ungoverned(self, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
+        if not self._autograd:
+            warnings.warn(
+                "Autograd is on or the transformer is in training mode, so every step is computed: run it under "
+                "torch.no_grad() and in eval mode to hold steps.",
+                HoldoverWarning,
+                stacklevel=4,
+            )
+        self._autograd += 1
+        self._generation.drop()
+        return plain(*args, **kwargs)
+
+    def _governed(self, unit: Unit, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
+        arguments = unit.arguments.of_call(args, kwargs)
+        kind = structure(arguments)
+        step, branch = self._arrive(unit, arguments, kind)
+        generation, method = self._generation, self._generation.method
+        watch = Stopwatch(unit.device)
+        reason = unit.family.must_compute(arguments) if method.holds else ASKED.reason
+        if reason is not None:
+            outcome = Outcome(plain(*args, **kwargs), Decision(True, reason), None)
+        else:
+            outcome = self._visit(unit, method, (step, branch), (plain, args, kwargs), arguments, kind)
+        decision = outcome.decision
+        generation.stats.visits.append(Visit(unit.name, branch, step, decision.compute, decision.reason, watch.stop()))
+        return outcome.output
+
+    def _arrive(self, unit: Unit, arguments: Kwargs, kind: Any) -> tuple[int, str]:
+        """The step and branch of a forward; begins a generation where the step shows that one has begun."""
+        self._clock.watch()
+        timestep, runs_up = unit.arguments.timestep(arguments), unit.family.time_runs_up
+        conditioning = unit.arguments.conditioning(arguments) if unit.hint.name is None else ()
+        if self._clock.running:
+            step = self._clock.step(unit.hint, timestep, runs_up)
+            if step < self._generation.step:
+                self._start()  # the scheduler was set back by hand
+            whole = self._clock.grid.between(step, self._clock.grid.last)
+        else:
+            step = self._bare.step(unit.hint, timestep)
+            label = self._generation.branches(unit).label(unit.hint.name, conditioning, kind)
+            if self._generation.branches(unit).visited(label, step):
+                self._bare.restart()  # the same branch at the same step again: a new generation began
+                step = self._bare.step(unit.hint, timestep)
+            whole = self._bare_grid(unit)
+        generation = self._generation
+        generation.step = step
+        generation.grid(unit, whole, self.pipeline)
+        branches = generation.branches(unit)
+        return step, branches.arrive(branches.label(unit.hint.name, conditioning, kind), step)
+
+    def _bare_grid(self, unit: Unit) -> Grid:
+        method = self._generation.method
+        count = unit.hint.num_inference_steps or self._declared or method.declared_steps
+        return Grid(count) if count else Grid.unbounded()
+
+    def _visit(
+        self,
+        unit: Unit,
+        method: Method,
+        at: tuple[int, str],
+        forward: tuple[Plain, Args, Kwargs],
+        arguments: Kwargs,
+        kind: Any,
+    ) -> Outcome:
+        """Take one forward across the seam and keep what it computed."""
+        step, branch = at
+        generation = self._generation
+        track = self._track = generation.track(unit, branch, method)
+        fits = (kind, shapes(arguments))
+        misfit = track.fits is not None and track.fits != fits
+        if misfit:
+            track.forget()
+        track.fits = fits
+        signal = method.signal(unit) if track.policy.needs_signal else None
+        planned = self._planned(unit, signal, step, arguments)
+        changes: list[float | None] = []
+
+        def decide(read: torch.Tensor | None) -> Decision:
+            change = None
+            if planned is not None:
+                change = planned.since(track.seen, step)
+            elif track.policy.needs_signal:
+                change = _read_change(track, read if read is not None else self._time_signal(unit, signal, arguments))
+            changes.append(change)
+            decision = track.policy.decide(step, change, track.state)
+            return OTHER_INPUTS if misfit and decision is NOTHING_HELD else decision
+
+        at_head = signal.of_block if signal is not None and planned is None else None
+        call = Call(
+            *forward, kind, at_head, decide, lambda: track.predicted(step, method.predictor), method.passes(unit)
+        )
+        outcome = self._seams[unit].run(call)
+        track.seen = step
+        if outcome.decision is OTHER_PATH:
+            track.restart(step)
+        if outcome.held is not None:
+            track.store(step, outcome.held, method.predictor.depth)
+            generation.stats.peak_bytes = max(generation.stats.peak_bytes, generation.nbytes)
+            if method.observes:
+                grid = generation.grid_of(unit)
+                method.observe(Computed(unit, branch, step, grid, changes[-1], outcome.held.main, outcome.output))
+        if step >= generation.grid_of(unit).last:
+            track.forget()  # nothing after this step
+        return outcome
+
+    def _planned(self, unit: Unit, signal: Signal | None, step: int, arguments: Kwargs) -> PlannedChanges | None:
+        """The changes of a timestep-only signal for this generation; made before its first step."""
+        if signal is None or signal.of_time is None:
+            return None
+        generation, of_time = self._generation, signal.of_time
+        timestep = unit.arguments.timestep(arguments)
+        return generation.planned(unit, lambda: plan_changes(unit, of_time, generation.grid_of(unit), step, timestep))
+
+    def _time_signal(self, unit: Unit, signal: Signal | None, arguments: Kwargs) -> torch.Tensor | None:
+        """A timestep-only signal at this very step, where the steps to come are not known."""
+        timestep = unit.arguments.timestep(arguments)
+        if signal is None or signal.of_time is None or not isinstance(timestep, torch.Tensor):
+            return None
+        return signal.of_time(unit.core, timestep.reshape(-1)[:1])
+
+
+def _read_change(track: Track, signal: torch.Tensor | None) -> float | None:
+    """The change of a signal since this branch's last step: the one scalar that is read."""
+    before, track.signal = track.signal, signal
+    if signal is None or before is None:
+        return None
+    return float(relative_change(signal, before))
+
+
+def _warn_if_inactive(generation: Generation) -> None:
+    visits = generation.stats.visits
+    first = min(v.step for v in visits)
+    later = [v for v in visits if v.step > first]
+    if len(later) > 1 and all(v.reason == NOTHING_HELD.reason for v in later):
+        warnings.warn(
+            "Nothing could be held: no forward of this generation belonged to the same branch as an earlier one, "
+            "because its conditioning changes at every step. Name the branches with "
+            "`with transformer.cache_context(name):`.",
+            HoldoverWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,114 @@
+"""All that is remembered between the first step and the last, and not longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..grid import Grid
+from ..policies.base import Policy
+from ..predictors.linear import Predictor
+from ..stats import GenerationStats
+from .branches import Branches
+from .method import Method
+from .residuals import Held
+from .signals import PlannedChanges
+from .unit import Unit
+
+
+@dataclass
+class Track:
+    """One branch of one transformer: its policy's state and the last computed residuals."""
+
+    policy: Policy
+    state: Any
+    fits: Any = None
+    signal: torch.Tensor | None = None
+    seen: int | None = None
+    anchors: list[int] = field(default_factory=list)
+    residuals: list[Held] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """What was held does not fit any more."""
+        self.anchors.clear()
+        self.residuals.clear()
+        self.signal = None
+        self.state.anchor = None
+
+    def restart(self, step: int) -> None:
+        """A step was computed that the policy meant to hold."""
+        self.state = self.policy.start()
+        self.state.anchor = step
+
+    def store(self, step: int, held: Held, depth: int) -> None:
+        """Remember a computed step, and no more steps than the predictor needs."""
+        self.anchors.append(step)
+        self.residuals.append(held)
+        del self.anchors[:-depth], self.residuals[:-depth]
+
+    def predicted(self, step: int, predictor: Predictor) -> Held:
+        """What the blocks would add at a held step."""
+        *others, last = self.residuals
+        held: Held = last.weighted(others, predictor.weights(step, self.anchors))
+        return held
+
+    @property
+    def nbytes(self) -> int:
+        signal = 0 if self.signal is None else self.signal.nbytes
+        return signal + sum(residuals.nbytes for residuals in self.residuals)
+
+
+class Generation:
+    """One run of the denoising loop."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.stats = GenerationStats(method.name, method.config.as_dict())
+        self.step = -1
+        self._grids: dict[Unit, Grid] = {}
+        self._planned: dict[Unit, PlannedChanges | None] = {}
+        self._branches: dict[Unit, Branches] = {}
+        self._tracks: dict[tuple[Unit, str], Track] = {}
+
+    def branches(self, unit: Unit) -> Branches:
+        """The branches of one transformer."""
+        return self._branches.setdefault(unit, Branches())
+
+    def grid(self, unit: Unit, whole: Grid, pipeline: Any) -> Grid:
+        """The steps one transformer handles, settled at its first forward."""
+        if unit not in self._grids:
+            if whole.bounded and self.stats.steps is None:
+                self.stats.steps = whole.length
+            self._grids[unit] = unit.family.range_of(pipeline, unit.module, whole)
+        return self._grids[unit]
+
+    def grid_of(self, unit: Unit) -> Grid:
+        """The steps one transformer handles."""
+        return self._grids[unit]
+
+    def planned(self, unit: Unit, plan: Callable[[], PlannedChanges | None]) -> PlannedChanges | None:
+        """What `plan` found at this transformer's first forward."""
+        if unit not in self._planned:
+            self._planned[unit] = plan()
+        return self._planned[unit]
+
+    def track(self, unit: Unit, branch: str, method: Method) -> Track:
+        """One branch of one transformer."""
+        track = self._tracks.get((unit, branch))
+        if track is None:
+            policy = method.policy(unit, branch, self._grids[unit])
+            track = self._tracks[unit, branch] = Track(policy, policy.start())
+        return track
+
+    def drop(self) -> None:
+        """Let go of every tensor."""
+        self._tracks.clear()
+        self._branches.clear()
+        self._planned.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(track.nbytes for track in self._tracks.values())

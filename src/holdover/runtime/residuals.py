@@ -1,0 +1,103 @@
+"""What is held: the residuals of one computed forward, and how they are weighed together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+
+from ..models.cut import Cut
+
+
+class Held(ABC):
+    """What the blocks added in one computed forward."""
+
+    @property
+    @abstractmethod
+    def main(self) -> tuple[torch.Tensor, ...]:
+        """The residuals of the main stream."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The memory they take."""
+
+    @abstractmethod
+    def mixed(self, terms: Sequence[tuple[float, Self]]) -> Self:
+        """A weighted sum of such residuals."""
+
+    def weighted(self, others: Sequence[Any], weights: Sequence[float]) -> Any:
+        """A weighted sum of the others and this one, which comes last; `(0, ..., 1)` is this one itself."""
+        if weights[-1] == 1.0 and not any(weights[:-1]):
+            return self
+        return self.mixed([(w, r) for w, r in zip(weights, (*others, self), strict=True) if w])
+
+
+class Residuals(Held):
+    """What the blocks added in one computed forward: one tensor a segment, or a group of segments lumped together.
+
+    Stored tensors are never handed out: a held step adds them to what the model passes, or gets a copy.
+    """
+
+    def __init__(self, cut: Cut, lumped: bool) -> None:
+        self.cut = cut
+        self._place = [c.group for c in cut.chains] if lumped else list(range(len(cut.chains)))
+        first: dict[int, int] = {}
+        for chain, place in enumerate(self._place):
+            first.setdefault(place, chain)
+        self._first = first
+        self._values: dict[int, torch.Tensor] = {}
+        self._sides: dict[tuple[int, int], torch.Tensor] = {}
+
+    def add(self, chain: int, residual: torch.Tensor) -> None:
+        place = self._place[chain]
+        held = self._values.get(place)
+        self._values[place] = residual if held is None else held + residual
+
+    def at(self, chain: int) -> torch.Tensor | None:
+        """The residual to add where this chain opens; None where it is part of an earlier one."""
+        place = self._place[chain]
+        return self._values[place] if self._first[place] == chain else None
+
+    def put_side(self, call: int, slot: int, value: torch.Tensor) -> None:
+        self._sides[call, slot] = value.clone()
+
+    def side(self, call: int, slot: int) -> torch.Tensor:
+        return self._sides[call, slot].clone()
+
+    def lumped(self) -> Residuals:
+        """The same residuals with the segments of each stream summed."""
+        summed = Residuals(self.cut, lumped=True)
+        for chain in sorted(self._values):
+            summed.add(chain, self._values[chain])
+        summed._sides = self._sides
+        return summed
+
+    def mixed(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
+        sum_ = Residuals.__new__(Residuals)
+        sum_.cut, sum_._place, sum_._first, sum_._sides = self.cut, self._place, self._first, self._sides
+        sum_._values = {place: weighted_sum((w, r._values[place]) for w, r in terms) for place in self._values}
+        return sum_
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        """The residuals of the main stream: the head block's hidden states, and that stream in later lists."""
+        main = self.cut.main_stream
+        places = {self._place[i] for i, c in enumerate(self.cut.chains) if c.stream == main}
+        return tuple(self._values[place] for place in sorted(places & self._values.keys()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self._values.values(), *self._sides.values()))
+
+
+def weighted_sum(terms: Iterable[tuple[float, torch.Tensor]]) -> torch.Tensor:
+    """Σ w t over tensors."""
+    total: torch.Tensor | None = None
+    for weight, tensor in terms:
+        total = tensor * weight if total is None else total.add(tensor, alpha=weight)
+    if total is None:
+        raise ValueError("A predictor's weights are all zero.")
+    return total

@@ -1,0 +1,177 @@
+"""Takes one forward across the seam: along a traced cut, or through a registered extractor.
+
+A seam knows the model and nothing of methods: whether a step is computed or held it asks the call, what is held
+it gets from the call, what was computed it gives back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..context import CacheContext
+from ..errors import UnsupportedModelError
+from ..models.cut import Cut
+from ..models.family import BlockSignal
+from ..policies.base import Decision
+from .offload import onloaded
+from .passes import ComputePass, DecidePass, DivergedError, FinishPass, HoldPass, Pass, Passes, TracePass
+from .replay import ReplayReport, compare
+from .residuals import Held, Residuals
+from .unit import CutChoice, Unit
+
+OTHER_PATH = Decision(True, "the forward took another path than before")
+_TEMB = ("temb", "timestep_proj", "time_embed", "adaln_input", "conditioning")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward of a transformer, with the questions a seam may ask about it."""
+
+    plain: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    structure: Any
+    signal: BlockSignal | None
+    decide: Callable[[torch.Tensor | None], Decision]
+    held: Callable[[], Held]
+    passes: Passes
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a forward went: what it returned, and what its blocks added if they ran."""
+
+    output: Any
+    decision: Decision
+    held: Held | None
+
+
+class Seam:
+    """The cut through one transformer, found on its first forward."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def run(self, call: Call) -> Outcome:
+        """Take one forward across; a forward that leaves the known path is computed on a new trace."""
+        choice = self._unit.cuts.get(call.structure) or self._trace(call)
+        try:
+            return self._follow(call, choice)
+        except DivergedError:
+            choice = self._trace(call)
+        try:
+            run = call.passes.compute(choice.cut, choice.lumped, _begin(call, choice.cut))
+            return Outcome(self._through(run, call), OTHER_PATH, run.held)
+        except DivergedError:
+            raise UnsupportedModelError(
+                f"{self._unit.class_name} calls other blocks each time it is given the same input: it cannot be cut."
+            ) from None
+
+    def _trace(self, call: Call) -> CutChoice:
+        """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
+        watch = TracePass()
+        self._unit.run(watch, call.plain, call.args, call.kwargs)
+        try:
+            cut = watch.trace.cut(self._unit.family.head)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{self._unit.class_name} cannot be cut: {error} "
+                "Register an extractor for it with holdover.register_extractor."
+            ) from None
+        choice = self._unit.cuts[call.structure] = CutChoice(cut)
+        return choice
+
+    def _follow(self, call: Call, choice: CutChoice) -> Outcome:
+        made: list[tuple[Decision, ComputePass | HoldPass]] = []
+
+        def choose(signal: torch.Tensor | None) -> ComputePass | HoldPass:
+            decision = call.decide(signal)
+            begin = _begin(call, choice.cut)
+            run: ComputePass | HoldPass
+            if decision.compute:
+                run = call.passes.compute(choice.cut, choice.lumped, begin)
+            else:
+                run = call.passes.hold(choice.cut, call.held(), begin)
+            run.witness = None if choice.checked else {}
+            made.append((decision, run))
+            return run
+
+        output = self._through(self._at_head(call, choice.cut, choose) if call.signal else choose(None), call)
+        decision, run = made[-1]
+        held = run.held if isinstance(run, ComputePass) else None
+        if held is not None and not choice.checked:
+            held = self._check(call, choice, (output, run.witness or {}), held)
+        return Outcome(output, decision, held)
+
+    def _at_head(self, call: Call, cut: Cut, choose: Callable[[torch.Tensor], ComputePass | HoldPass]) -> DecidePass:
+        def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
+            assert call.signal is not None
+            with onloaded(block):
+                signal = call.signal(block, arguments)
+            return choose(self.context(call, cut, arguments, signal).modulated_input)
+
+        return DecidePass(cut, at_head)
+
+    def _through(self, run: ComputePass | HoldPass | DecidePass, call: Call) -> Any:
+        output = self._unit.run(run, call.plain, call.args, call.kwargs)
+        run.done()
+        return output
+
+    def _check(self, call: Call, choice: CutChoice, computed: Any, computed_held: Held) -> Held:
+        """Hold the step that was just computed: it must give the same. Lumped residuals first, they are fewer."""
+        reports: list[ReplayReport] = []
+        options = [computed_held]
+        if isinstance(computed_held, Residuals) and choice.cut.groups < len(choice.cut.chains):
+            options.insert(0, computed_held.lumped())
+        for option in options:
+            run = call.passes.hold(choice.cut, option, _begin(call, choice.cut))
+            run.witness = {}
+            held = (self._through(run, call), run.witness)
+            lumped = option is not computed_held
+            reports.append(compare(self._unit.class_name, computed, held, choice.cut, lumped))
+            if reports[-1].ok:
+                choice.checked, choice.lumped = True, lumped
+                self._unit.report = reports[-1]
+                return option
+        raise UnsupportedModelError(
+            f"{reports[-1]}\nA held step would not be what it should be, so nothing is held on this model. "
+            "Register an extractor for it with holdover.register_extractor."
+        )
+
+    def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
+        """What crosses the seam at the head.
+
+        In the loop the model's own forward runs the blocks and what follows them; the two callables do the same
+        on demand, by running the transformer again on this step's inputs.
+        """
+
+        def again(run: Pass) -> Any:
+            return self._unit.run(run, call.plain, call.args, call.kwargs)
+
+        def run_transformer_blocks() -> tuple[torch.Tensor, ...]:
+            run = ComputePass(cut, lumped=False)
+            run.witness = {}
+            again(run)
+            main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
+            hidden = [t for group, t in run.witness.items() if group in main]
+            return (hidden[-1], *(t for group, t in run.witness.items() if group not in main))
+
+        temb = next((block[name] for name in _TEMB if isinstance(block.get(name), torch.Tensor)), signal)
+        return CacheContext(
+            modulated_input=signal,
+            hidden_states=block.get(cut.main_stream, signal),
+            encoder_hidden_states=block.get("encoder_hidden_states"),
+            temb=temb,
+            run_transformer_blocks=run_transformer_blocks,
+            postprocess=lambda hidden: again(FinishPass(cut, hidden)),
+        )
+
+
+def _begin(call: Call, cut: Cut) -> int:
+    """Where holding may start: at the head where the decision waits for a signal there, else at the first block."""
+    return cut.head if call.signal is not None else 0

@@ -1,0 +1,156 @@
+"""One transformer under the cache: its lists, its cut, the pass that is running."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..models.arguments import ForwardArguments
+from ..models.cut import Cut
+from ..models.extractors import extractor_of
+from ..models.lists import block_lists
+from ..models.registry import family_of
+from .adopt import Adoptions
+from .clock import NO_HINT, Hint
+from .passes import Pass
+from .replay import ReplayReport
+
+Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+
+
+@dataclass
+class CutChoice:
+    """The cut for one kind of call, and whether the segments of a stream are held as one."""
+
+    cut: Cut
+    lumped: bool = False
+    checked: bool = False
+
+
+class Unit:
+    """One transformer, the way the runtime sees it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.core: nn.Module = getattr(module, "_orig_mod", module)
+        self.family = family_of(self.core)
+        self.extractor = extractor_of(self.core)
+        self.arguments = ForwardArguments(self.core, self.family.conditioning)
+        self.lists = block_lists(self.core)
+        self.cuts: dict[Any, CutChoice] = {}
+        self.hint: Hint = NO_HINT
+        self.running: Pass | None = None
+        self.report: ReplayReport | None = None
+        if not self.lists and self.extractor is None:
+            raise UnsupportedModelError(
+                f"{self.class_name} has no list of blocks among its direct children: register an extractor for it "
+                "with holdover.register_extractor."
+            )
+
+    @property
+    def class_name(self) -> str:
+        return type(self.core).__name__
+
+    @property
+    def device(self) -> torch.device | None:
+        parameter = next(self.core.parameters(), None)
+        return None if parameter is None else parameter.device
+
+    def place_of(self, block: nn.Module) -> tuple[str, int]:
+        """The list a block is in, and its index there."""
+        for name, blocks in self.lists.items():
+            for index in range(len(blocks)):
+                if blocks[index] is block:
+                    return name, index
+        raise UnsupportedModelError(f"This {type(block).__name__} is not a block of {self.class_name}.")
+
+    def install(self, adoptions: Adoptions, forward: Forward) -> None:
+        """Put the cut on the instances; `adoptions` takes it off again."""
+        if self.extractor is None:
+            for name, blocks in self.lists.items():
+                adoptions.adopt(blocks, self._list_methods(name, type(blocks)))
+        contextual = hasattr(type(self.core), "cache_context")
+        if self.module is self.core:
+            methods = {"__call__": self._call(type(self.core), forward)}
+            adoptions.adopt(self.core, {**methods, **(self._context_methods() if contextual else {})})
+        else:
+            adoptions.adopt(self.module, {"__call__": self._call(type(self.module), forward)})
+            if contextual:
+                adoptions.adopt(self.core, self._context_methods())
+
+    def _call(self, base: type[nn.Module], forward: Forward) -> Callable[..., Any]:
+        plain: Callable[..., Any] = base.__call__
+
+        def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, functools.partial(plain, this), args, kwargs)
+
+        return call
+
+    def _context_methods(self) -> dict[str, Callable[..., Any]]:
+        plain = type(self.core).cache_context  # type: ignore[attr-defined]
+
+        @contextlib.contextmanager
+        @functools.wraps(plain)
+        def cache_context(this: nn.Module, name: str, **where: Any) -> Iterator[None]:
+            outer = self.hint
+            self.hint = Hint(name, where.get("step_index"), where.get("num_inference_steps"))
+            try:
+                with plain(this, name, **where):
+                    yield
+            finally:
+                self.hint = outer
+
+        return {"cache_context": cache_context}
+
+    def _list_methods(self, name: str, base: type[nn.ModuleList]) -> dict[str, Callable[..., Any]]:
+        iterate: Callable[[Any], Iterator[nn.Module]] = base.__iter__
+        item: Callable[[Any, Any], Any] = base.__getitem__
+
+        def iter_(this: nn.ModuleList) -> Iterator[Any]:
+            running = self.running
+            if running is None or not running.covers(name):
+                return iterate(this)
+            return (BlockStandIn(running, name, i, block) for i, block in enumerate(iterate(this)))
+
+        def getitem(this: nn.ModuleList, index: Any) -> Any:
+            if not isinstance(index, slice):
+                return item(this, index)
+            part = list(iter_(this))[index]
+            return part if self.running is not None else nn.ModuleList(part)
+
+        return {"__iter__": iter_, "__getitem__": getitem}
+
+    def run(self, pass_: Pass, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the transformer's own forward with a pass answering its block calls."""
+        outer, self.running = self.running, pass_
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self.running = outer
+
+
+class BlockStandIn:
+    """What a model's loop gets in place of a block: called, it asks the pass; otherwise it is the block."""
+
+    __slots__ = ("_block", "_blocks", "_index", "_running")
+
+    def __init__(self, running: Pass, blocks: str, index: int, block: nn.Module) -> None:
+        self._running, self._blocks, self._index, self._block = running, blocks, index, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.call(self._blocks, self._index, self._block, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._block)

@@ -1,0 +1,27 @@
+"""Settings of TeaCache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..config import Config, setting
+
+
+@dataclass(frozen=True)
+class TeaCacheConfig(Config):
+    """Hold while the accumulated, rescaled change of the signal stays below `rel_l1_thresh`.
+
+    `coefficients` are the rescaling polynomial, highest power first; without them they come from `profile` (a
+    shipped one by name, or the path of a saved one), else from the profile that fits the model. `signal`
+    chooses among a model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are
+    used; a backend fills it in.
+    """
+
+    method: ClassVar[str] = "tea_cache"
+
+    rel_l1_thresh: float = setting(0.2, ge=0, doc="hold while the accumulated change is below this")
+    coefficients: tuple[float, ...] | None = setting(None, doc="rescaling polynomial, highest power first")
+    transformer_type: str = setting("QwenImageTransformer2DModel", doc="class whose constants are used")
+    profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
+    signal: str | None = setting(None, doc="which of the model's signals to compare")

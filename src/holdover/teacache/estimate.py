@@ -1,0 +1,135 @@
+"""Measure TeaCache's rescaling polynomial for a model: how much its output changes when its signal changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from ..grid import Grid
+from ..models.arguments import tensors_in
+from ..models.family import Signal
+from ..models.registry import INPUT
+from ..policies.static import AlwaysCompute
+from ..profiles import TeaCacheFit, TeaCacheProfile, save
+from ..runtime.backend import transformers_of
+from ..runtime.engine import Engine
+from ..runtime.method import Computed, Method, NoneConfig
+from ..runtime.signals import relative_change
+from ..runtime.unit import Unit
+
+_SAMPLES = 200
+
+
+@dataclass
+class _Pairs:
+    """Change of the signal and of the output between neighbouring steps of one branch."""
+
+    signal: list[float] = field(default_factory=list)
+    output: list[float] = field(default_factory=list)
+    previous: torch.Tensor | None = None
+
+
+class _Measure(Method):
+    """Computes every step and looks at signal and output."""
+
+    name = "estimate"
+    observes = True
+
+    def __init__(self, signal: str | None) -> None:
+        super().__init__(NoneConfig())
+        self._name = signal
+        self.pairs: dict[tuple[Unit, str], _Pairs] = {}
+
+    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+        return AlwaysCompute(needs_signal=True)
+
+    def signal(self, unit: Unit) -> Signal:
+        return unit.family.signal(self._name) or INPUT
+
+    def observe(self, computed: Computed) -> None:
+        pairs = self.pairs.setdefault((computed.unit, computed.branch), _Pairs())
+        output = next(tensors_in(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
+        if computed.change is not None and pairs.previous is not None:
+            pairs.signal.append(float(computed.change))
+            pairs.output.append(float(relative_change(output.float(), pairs.previous)))
+        pairs.previous = output.float()
+
+    def finished(self) -> None:
+        for pairs in self.pairs.values():
+            pairs.previous = None
+
+
+def estimate_coefficients(
+    pipe: Any,
+    prompts: Sequence[str | Mapping[str, Any]],
+    *,
+    signal: str | None = None,
+    degree: int = 4,
+    path: str | None = None,
+    **call: Any,
+) -> TeaCacheProfile:
+    """Run the pipeline uncached on some prompts and fit the polynomial, by branch and over all branches.
+
+    A prompt is a text, or the keywords of one call (`{"prompt_embeds": ...}`); `call` goes to every call. The
+    profile has R^2, the range of the signal's change and whether the polynomial rises over it; `path` saves it.
+    """
+    if not prompts:
+        raise ConfigError("Estimating coefficients needs at least one prompt.")
+    measure = _Measure(signal)
+    engine = Engine(pipe, transformers_of(pipe), measure)
+    engine.install()
+    try:
+        for prompt in prompts:
+            pipe(**{**call, **({"prompt": prompt} if isinstance(prompt, str) else prompt)})
+    finally:
+        engine.uninstall()
+    profile = _profile(measure, engine.units[0], degree, len(prompts))
+    if path is not None:
+        save(profile, path)
+    return profile
+
+
+def _profile(measure: _Measure, unit: Unit, degree: int, prompts: int) -> TeaCacheProfile:
+    branches = {branch: pairs for (u, branch), pairs in measure.pairs.items() if u is unit}
+    signals = [x for pairs in branches.values() for x in pairs.signal]
+    outputs = [y for pairs in branches.values() for y in pairs.output]
+    fits = {"": fit_polynomial(signals, outputs, degree)}
+    if len(branches) > 1:
+        fits |= {branch: fit_polynomial(pairs.signal, pairs.output, degree) for branch, pairs in branches.items()}
+    return TeaCacheProfile(
+        name=f"estimated-{unit.class_name}",
+        model=unit.class_name,
+        transformer_class=unit.class_name,
+        signal=measure.signal(unit).name,
+        fits=tuple(fits.items()),
+        source=(("measured", "holdover"), ("date", date.today().isoformat()), ("prompts", str(prompts))),
+    )
+
+
+def fit_polynomial(signal: Sequence[float], output: Sequence[float], degree: int = 4) -> TeaCacheFit:
+    """Least squares through (change of signal, change of output), with what it takes to trust it."""
+    distinct = len(set(signal))
+    if distinct < 2:
+        raise ConfigError(
+            f"{distinct} distinct changes of the signal were measured; a fit needs at least 2 steps more."
+        )
+    x, y = np.asarray(signal, dtype=np.float64), np.asarray(output, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        coefficients = np.polyfit(x, y, min(degree, distinct - 1))
+    spread = float(((y - y.mean()) ** 2).sum())
+    misfit = float(((y - np.polyval(coefficients, x)) ** 2).sum())
+    curve = np.polyval(coefficients, np.linspace(x.min(), x.max(), _SAMPLES))
+    return TeaCacheFit(
+        coefficients=tuple(float(c) for c in coefficients),
+        low=float(x.min()),
+        high=float(x.max()),
+        r_squared=1.0 - misfit / spread if spread > 0 else 1.0,
+        monotone=bool((np.diff(curve) >= 0).all()),
+        pairs=len(signal),
+    )

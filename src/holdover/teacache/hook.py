@@ -1,0 +1,69 @@
+"""TeaCache on a bare transformer, under the documented names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from ..models.extractors import extractor_of
+from ..policies.teacache import Polynomial, TeaCacheState
+from ..profiles import TeaCacheProfile, shipped
+from ..runtime.hooks import BranchStates
+from .backend import TeaCacheBackend
+from .config import TeaCacheConfig
+from .method import polynomial_of
+
+
+class TeaCacheHook(ModelHook):  # type: ignore[misc]
+    """The role of TeaCache at a transformer: every forward of the module goes through it.
+
+    `extractor_fn` is the registered extractor, or None where the cut is traced.
+    """
+
+    _is_stateful = True
+
+    def __init__(self, config: TeaCacheConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rescale_func: Callable[[float], float] = _rescaling(config)
+        self.state_manager = BranchStates(TeaCacheState)
+        self.extractor_fn: Callable[..., Any] | None = None
+        self._backend = TeaCacheBackend(config)
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        """Put the cache on the module."""
+        self._backend.enable(module)
+        self.state_manager.follow(self._backend)
+        self.extractor_fn = extractor_of(module)
+        return module
+
+    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        """Take the cache off the module."""
+        self._backend.disable()
+        return module
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """One forward of the module under the cache."""
+        return module(*args, **kwargs)
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        """Forget everything: the next forward begins a generation."""
+        self.state_manager.reset()
+        return module
+
+
+def apply_teacache_hook(module: nn.Module, config: TeaCacheConfig) -> None:
+    """Put TeaCache on a transformer; `holdover.disable(module)` takes it off."""
+    TeaCacheHook(config).initialize_hook(module)
+
+
+def _rescaling(config: TeaCacheConfig) -> Polynomial:
+    if config.coefficients is not None:
+        return Polynomial.trusted(config.coefficients)
+    for profile in shipped("tea_cache"):
+        if isinstance(profile, TeaCacheProfile) and profile.transformer_class == config.transformer_type:
+            return polynomial_of(profile.fit(""))
+    return Polynomial((1.0, 0.0))

@@ -1,0 +1,1 @@
+"""Tiny, real, randomly initialised models and pipelines, for tests."""
