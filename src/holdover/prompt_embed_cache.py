@@ -38,9 +38,8 @@ _OFF: Final = ("0", "false", "no", "off")
 _INSTALLED: Final = ("encode_prompt", "__getstate__")
 _ON_SELF: Final = re.compile(r"""\bself(?:\.|,\s*["'])(\w+)""")  # self.name, getattr(self, "name")
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.device})
-_PLAIN_TENSORS: Final = (Tensor, nn.Parameter)
 # encode_prompt asks these only for a dtype or a size; their weights never reach the embeddings.
-_DENOISERS: Final = frozenset({"transformer", "unet"})
+_DENOISERS: Final = ("transformer", "unet")
 # How peft keeps, on each layer it wraps, which adapters are on, how strongly, and which are merged.
 _ADAPTERS: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 _TOKENIZER: Final = ("tokenizer", "padding_side", "truncation_side", "model_max_length", "chat_template")
@@ -177,9 +176,7 @@ def uninstall_prompt_embed_cache(pipeline: Any) -> None:
         installed.take_off(vars(pipeline))
 
 
-def resolve_prompt_embed_cache_config(
-    enable: bool | None = None, max_size: int | None = None
-) -> tuple[bool, int]:
+def resolve_prompt_embed_cache_config(enable: bool | None = None, max_size: int | None = None) -> tuple[bool, int]:
     """Return (enabled, max_size): what the environment says, else the argument, else off and 32.
 
     OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and
@@ -208,11 +205,10 @@ class _CachedEncodePrompt:
         functools.update_wrapper(self, method)
         del self.__dict__["__wrapped__"]  # it would hold the pipeline
         self.__signature__ = inspect.signature(method)
-        self.cache = cache
-        self._model_tag = model_tag
+        self.cache, self._model_tag = cache, model_tag
         self._owner = weakref.ref(pipeline)
-        bound = getattr(method, "__self__", None) is pipeline
-        self._function = method.__func__ if bound else staticmethod(method)
+        mine = getattr(method, "__self__", None) is pipeline
+        self._function = method.__func__ if mine else staticmethod(method)
         self._replaced = {name: vars(pipeline)[name] for name in _INSTALLED if name in vars(pipeline)}
         reads = _attributes_read(type(pipeline), method)
         self._leaves_lora_scale = "_lora_scale" in reads
@@ -261,18 +257,16 @@ class _CachedEncodePrompt:
 
     def take_off(self, attributes: dict[str, Any]) -> None:
         """Put back into `attributes` what the installation replaced there."""
-        for name in _INSTALLED:
-            del attributes[name]
         attributes.update(self._replaced)
+        for name in {*_INSTALLED} - self._replaced.keys():
+            del attributes[name]
 
     def state_without_cache(self) -> Any:
         """Answer copy and pickle, which ask the instance for `__getstate__`."""
         pipeline: Any = self._owner()
-        inherited: Any = type(pipeline).__getstate__
-        state = self._replaced.get("__getstate__", inherited.__get__(pipeline))()
+        state = self._replaced.get("__getstate__", type(pipeline).__getstate__.__get__(pipeline))()
         if isinstance(state, dict) and state.get("encode_prompt") is self:
-            state = dict(state)
-            self.take_off(state)
+            self.take_off(state := dict(state))
         return state
 
 
@@ -302,12 +296,9 @@ class _State:
         self._number = number
         self._samples: dict[torch.dtype, list[Tensor]] = {}
         own, digest = vars(pipeline), hashlib.blake2b()
+        kinds = dict.fromkeys(_DENOISERS, self._denoiser)
         with torch.no_grad():
-            parts = [
-                (name, _freeze(own[name], self._denoiser if name in _DENOISERS else self._object))
-                for name in reads
-                if name in own
-            ]
+            parts = [(name, _freeze(own[name], kinds.get(name, self._object))) for name in reads if name in own]
             for samples in self._samples.values():  # one copy to the host for all tensors of a dtype
                 joined = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
                 digest.update(joined.view(torch.uint8).numpy().tobytes())
@@ -347,7 +338,7 @@ class _State:
     def _tensor(self, tensor: Tensor) -> Hashable:
         self.trainable |= tensor.requires_grad
         self.devices.add(tensor.device)
-        if type(tensor) in _PLAIN_TENSORS and tensor.numel():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
             step = tensor.numel() // 64 | 1  # some 64 values, and by an odd step, to meet every column
             sample = tensor.contiguous().as_strided(((tensor.numel() - 1) // step + 1,), (step,))
             self._samples.setdefault(tensor.dtype, []).append(sample)
@@ -393,7 +384,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind in _ATOMS:
         return value
     if id(value) not in memo:
-        if kind in _PLAIN_TENSORS and value.layout is torch.strided and not value.requires_grad:
+        if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.requires_grad:
             memo[id(value)] = value.detach().clone()
         elif kind in (list, tuple):
             memo[id(value)] = kind(_copied(item, memo) for item in value)

@@ -12,9 +12,9 @@ from torch import nn
 
 Key = int | str
 
-_TIMESTEPS = ("timestep", "timesteps", "t", "time", "noise_level")
+_TIMESTEPS = ("timestep", "timesteps", "vision_timesteps", "t", "time", "noise_level")
 _CONDITIONING = ("encoder", "pooled", "prompt", "text", "txt", "caption", "cap_", "context", "class_label", "llm")
-_NOT_CONDITIONING = ("_ids", "_lens", "_lengths", "_mask", "_len", "_seq")
+_NOT_CONDITIONING = ("_ids", "mask", "_len", "_seq", "indices", "indexes", "rope")
 
 
 @lru_cache(maxsize=256)
@@ -63,7 +63,7 @@ class ForwardArguments:
 
 
 def _is_conditioning(name: str) -> bool:
-    return any(word in name for word in _CONDITIONING) and not name.endswith(_NOT_CONDITIONING)
+    return any(w in name for w in _CONDITIONING) and not any(w in name for w in _NOT_CONDITIONING)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

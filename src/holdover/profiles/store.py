@@ -67,17 +67,30 @@ def _shipped(method: str) -> tuple[Profile, ...]:
 
 @overload
 def find(
-    method: Literal["tea_cache"], transformer: nn.Module, pipeline: object = None, name: str | None = None
+    method: Literal["tea_cache"],
+    transformer: nn.Module,
+    pipeline: object = None,
+    name: str | None = None,
+    signal: str | None = None,
 ) -> TeaCacheProfile | None: ...
 @overload
 def find(
     method: Literal["mag_cache"], transformer: nn.Module, pipeline: object = None, name: str | None = None
 ) -> MagCacheProfile | None: ...
-def find(method: Method, transformer: nn.Module, pipeline: object = None, name: str | None = None) -> Profile | None:
-    """The profile of that name (or in that `.json` file), else the one that fits best, else None."""
+def find(
+    method: Method,
+    transformer: nn.Module,
+    pipeline: object = None,
+    name: str | None = None,
+    signal: str | None = None,
+) -> Profile | None:
+    """The profile of that name (or in that `.json` file), else the one that fits best, else None.
+
+    `signal` leaves only profiles that were measured with that signal.
+    """
     if name is not None:
         return load(name, method) if str(name).endswith(".json") else _named(method, name, transformer)
-    entries = _of_class(method, transformer)
+    entries = [p for p in _of_class(method, transformer) if signal is None or getattr(p, "signal", None) == signal]
     agreeing = [(count, p) for p in entries if (count := _agreement(p, transformer, pipeline)) is not None]
     if agreeing:
         return max(agreeing, key=lambda pair: pair[0])[1]

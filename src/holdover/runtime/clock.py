@@ -126,7 +126,7 @@ class SchedulerClock:
 
     def _located(self, timestep: Any, runs_up: bool) -> int:
         """The first step, found by its value: image-to-image pipelines begin late, some without saying so."""
-        value = timestep_value(timestep)
+        value = noisiest(timestep, runs_up)
         if value is None:
             return 0
         scales = (1.0, 1.0 / float(self._config("num_train_timesteps", 1000)))
@@ -171,9 +171,7 @@ class TimestepClock:
                 self.restart()
             self._hinted = hint.step_index
             return hint.step_index
-        value = timestep_value(timestep)
-        if value is None:
-            value = 0.0
+        value = _mean(timestep)
         if not self._values or self._jumped_back(value):
             self.restart()
         if not self._values or value != self._values[-1]:
@@ -189,8 +187,17 @@ class TimestepClock:
         return move * self._direction < 0
 
 
-def timestep_value(timestep: Any) -> float | None:
+def noisiest(timestep: Any, runs_up: bool = False) -> float | None:
     """A timestep argument as one number: the noisiest where tokens have their own; None where there is none."""
     if isinstance(timestep, torch.Tensor):
-        return float(timestep.max()) if timestep.numel() else None
+        if not timestep.numel():
+            return None
+        return float(timestep.min() if runs_up else timestep.max())
     return float(timestep) if isinstance(timestep, (int, float)) else None
+
+
+def _mean(timestep: Any) -> float:
+    """A timestep argument as one number that moves with the step, also where some tokens are always clean."""
+    if isinstance(timestep, torch.Tensor) and timestep.numel():
+        return float(timestep.double().mean())
+    return float(timestep) if isinstance(timestep, (int, float)) else 0.0

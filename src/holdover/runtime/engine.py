@@ -23,7 +23,7 @@ from .extracted import ExtractedSeam
 from .generation import Generation, Track
 from .method import Computed, Method
 from .seam import OTHER_PATH, Call, Outcome, Seam
-from .signals import PlannedChanges, plan_changes, relative_change
+from .signals import PlannedChanges, plan_changes, relative_change, time_signal
 from .stopwatch import Stopwatch
 from .unit import Unit
 
@@ -213,12 +213,17 @@ class Engine:
         planned = self._planned(unit, signal, step, arguments)
         changes: list[float | None] = []
 
+        def at_this_step() -> torch.Tensor | None:
+            if signal is None or signal.of_time is None:
+                return None
+            return time_signal(unit, signal.of_time, unit.arguments.timestep(arguments))
+
         def decide(read: torch.Tensor | None) -> Decision:
             change = None
             if planned is not None:
                 change = planned.since(track.seen, step)
             elif track.policy.needs_signal:
-                change = _read_change(track, read if read is not None else self._time_signal(unit, signal, arguments))
+                change = _read_change(track, read if read is not None else at_this_step())
             changes.append(change)
             decision = track.policy.decide(step, change, track.state)
             return OTHER_INPUTS if misfit and decision is NOTHING_HELD else decision
@@ -248,13 +253,6 @@ class Engine:
         generation, of_time = self._generation, signal.of_time
         timestep = unit.arguments.timestep(arguments)
         return generation.planned(unit, lambda: plan_changes(unit, of_time, generation.grid_of(unit), step, timestep))
-
-    def _time_signal(self, unit: Unit, signal: Signal | None, arguments: Kwargs) -> torch.Tensor | None:
-        """A timestep-only signal at this very step, where the steps to come are not known."""
-        timestep = unit.arguments.timestep(arguments)
-        if signal is None or signal.of_time is None or not isinstance(timestep, torch.Tensor):
-            return None
-        return signal.of_time(unit.core, timestep.reshape(-1)[:1])
 
 
 def _read_change(track: Track, signal: torch.Tensor | None) -> float | None:

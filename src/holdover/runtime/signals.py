@@ -9,7 +9,7 @@ import torch
 
 from ..grid import Grid
 from ..models.family import TimeSignal
-from .clock import timestep_value
+from .clock import noisiest
 from .unit import Unit
 
 
@@ -34,14 +34,14 @@ def plan_changes(unit: Unit, signal: TimeSignal, grid: Grid, step: int, timestep
 
     The pipeline may scale its timesteps before the model sees them: the first one tells how.
     """
-    value = timestep_value(timestep)
+    value = noisiest(timestep, unit.family.time_runs_up)
     if value is None or not grid.noise or not isinstance(timestep, torch.Tensor):
         return None
     scale = _scale(value, grid.noise[step])
     if scale is None:
         return None
-    times = torch.tensor(grid.noise, device=timestep.device, dtype=torch.float32) * scale
-    rows = signal(unit.core, times.to(timestep.dtype)).flatten(1)
+    times = torch.tensor(grid.noise, dtype=torch.float32) * scale
+    rows = signal(unit.core, times.to(_device(unit, timestep), timestep.dtype)).flatten(1)
     changes = (rows[1:] - rows[:-1]).abs().mean(1) / rows[:-1].abs().mean(1)
     return PlannedChanges((0.0, *(float(c) for c in changes.float().tolist())))
 
@@ -49,3 +49,17 @@ def plan_changes(unit: Unit, signal: TimeSignal, grid: Grid, step: int, timestep
 def _scale(value: float, noise: float) -> float | None:
     """1 where the model is given noise levels, 1000 where it is given training timesteps."""
     return next((s for s in (1.0, 1000.0) if noise > 0 and abs(value / s - noise) <= 0.01 * noise), None)
+
+
+def time_signal(unit: Unit, signal: TimeSignal, timestep: Any) -> torch.Tensor | None:
+    """A timestep-only signal at one step, where the steps to come are not known."""
+    value = noisiest(timestep, unit.family.time_runs_up)
+    if value is None or not isinstance(timestep, torch.Tensor):
+        return None
+    return signal(unit.core, torch.tensor([value], device=_device(unit, timestep), dtype=timestep.dtype))
+
+
+def _device(unit: Unit, timestep: torch.Tensor) -> torch.device:
+    """Where the embedder's weights are at the moment: an offloaded model's are not where its inputs are."""
+    device = unit.device
+    return timestep.device if device is None or device.type == "meta" else device

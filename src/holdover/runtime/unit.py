@@ -77,14 +77,12 @@ class Unit:
         if self.extractor is None:
             for name, blocks in self.lists.items():
                 adoptions.adopt(blocks, self._list_methods(name, type(blocks)))
-        contextual = hasattr(type(self.core), "cache_context")
+        methods = {"cache_context": self._cache_context()}
         if self.module is self.core:
-            methods = {"__call__": self._call(type(self.core), forward)}
-            adoptions.adopt(self.core, {**methods, **(self._context_methods() if contextual else {})})
-        else:
+            methods["__call__"] = self._call(type(self.core), forward)
+        else:  # a compiled wrapper is called, the module inside it is asked for its context
             adoptions.adopt(self.module, {"__call__": self._call(type(self.module), forward)})
-            if contextual:
-                adoptions.adopt(self.core, self._context_methods())
+        adoptions.adopt(self.core, methods)
 
     def _call(self, base: type[nn.Module], forward: Forward) -> Callable[..., Any]:
         plain: Callable[..., Any] = base.__call__
@@ -94,21 +92,21 @@ class Unit:
 
         return call
 
-    def _context_methods(self) -> dict[str, Callable[..., Any]]:
-        plain = type(self.core).cache_context  # type: ignore[attr-defined]
+    def _cache_context(self) -> Callable[..., Any]:
+        """diffusers' `cache_context`, overheard; given to models that lack it."""
+        plain: Any = getattr(type(self.core), "cache_context", None)
 
         @contextlib.contextmanager
-        @functools.wraps(plain)
         def cache_context(this: nn.Module, name: str, **where: Any) -> Iterator[None]:
             outer = self.hint
             self.hint = Hint(name, where.get("step_index"), where.get("num_inference_steps"))
             try:
-                with plain(this, name, **where):
+                with plain(this, name, **where) if plain is not None else contextlib.nullcontext():
                     yield
             finally:
                 self.hint = outer
 
-        return {"cache_context": cache_context}
+        return cache_context
 
     def _list_methods(self, name: str, base: type[nn.ModuleList]) -> dict[str, Callable[..., Any]]:
         iterate: Callable[[Any], Iterator[nn.Module]] = base.__iter__

@@ -70,16 +70,22 @@ class TeaCacheMethod(Method):
 
     def _resolve(self, unit: Unit, pipeline: Any) -> _Constants:
         settings = self._settings
+        if settings.signal is not None:
+            self._signal(unit, settings.signal)  # an unknown name is an error of its own
         if settings.coefficients is not None:
             return _Constants(self._signal(unit, settings.signal), None, settings.coefficients)
-        profile = find("tea_cache", unit.core, pipeline, settings.profile)
+        profile = find("tea_cache", unit.core, pipeline, settings.profile, settings.signal)
         if profile is None:
+            measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
             raise ConfigError(
-                f"No TeaCache coefficients ship for {unit.class_name}. Measure them with "
+                f"No TeaCache coefficients{measured} ship for {unit.class_name}. Measure them with "
                 "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]."
             )
-        assert isinstance(profile, TeaCacheProfile)
-        return _Constants(self._signal(unit, settings.signal or profile.signal), profile, None)
+        if settings.signal not in (None, profile.signal):
+            raise ConfigError(
+                f"Profile {profile.name!r} was measured with the signal {profile.signal!r}, not {settings.signal!r}."
+            )
+        return _Constants(self._signal(unit, profile.signal), profile, None)
 
     def _signal(self, unit: Unit, name: str | None) -> Signal:
         if name == INPUT.name:
