@@ -176,7 +176,10 @@ def uninstall_prompt_embed_cache(pipeline: Any) -> None:
         installed.take_off(vars(pipeline))
 
 
-def resolve_prompt_embed_cache_config(enable: bool | None = None, max_size: int | None = None) -> tuple[bool, int]:
+def resolve_prompt_embed_cache_config(
+    enable: bool | None = None,
+    max_size: int | None = None,
+) -> tuple[bool, int]:
     """Return (enabled, max_size): what the environment says, else the argument, else off and 32.
 
     OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and
@@ -298,7 +301,7 @@ class _State:
         own, digest = vars(pipeline), hashlib.blake2b()
         kinds = dict.fromkeys(_DENOISERS, self._denoiser)
         with torch.no_grad():
-            parts = [(name, _freeze(own[name], kinds.get(name, self._object))) for name in reads if name in own]
+            parts = [(n, _freeze(own[n], kinds.get(n, self._object))) for n in reads if n in own]
             for samples in self._samples.values():  # one copy to the host for all tensors of a dtype
                 joined = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
                 digest.update(joined.view(torch.uint8).numpy().tobytes())

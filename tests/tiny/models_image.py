@@ -301,8 +301,7 @@ def flux2_cached(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 @image(
     "Flux3Transformer2DModel",
-    TWO_STACKS
-    | {"cond_in_channels": 12, "timestep_channels": 32, "mlp_ratio": 2.0, "axes_dims_rope": (4, 4, 4, 4)},
+    TWO_STACKS | {"cond_in_channels": 12, "timestep_channels": 32, "mlp_ratio": 2.0, "axes_dims_rope": (4, 4, 4, 4)},
     timestep_scale=1.0,
     note="image_cond tokens run through their own stack, held in a ModuleDict",
 )
@@ -457,9 +456,7 @@ def qwen21(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     }
 
 
-@image(
-    "QwenImage21Transformer2DModel[kv]", QWEN21, timestep_scale=1.0, note="writes the prefix into a KV cache"
-)
+@image("QwenImage21Transformer2DModel[kv]", QWEN21, timestep_scale=1.0, note="writes the prefix into a KV cache")
 def qwen21_extract(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return qwen21(draw, batch, size) | {"kv_cache": QwenImage21KVCache(3), "kv_cache_mode": "extract"}
 
@@ -511,9 +508,7 @@ def sd3_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[st
     return sd3(draw, batch, size) | {"block_controlnet_hidden_states": added}
 
 
-@image(
-    "SD3Transformer2DModel[controlnet_full]", SD3, note="one residual for every block; the last is not used"
-)
+@image("SD3Transformer2DModel[controlnet_full]", SD3, note="one residual for every block; the last is not used")
 def sd3_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return sd3_controlnet(draw, batch, size, count=3)
 
@@ -565,9 +560,7 @@ def sana_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[s
     return sana(draw, batch, size) | {"controlnet_block_samples": added}
 
 
-@image(
-    "SanaTransformer2DModel[controlnet_full]", SANA, note="as many residuals as blocks; the last is not used"
-)
+@image("SanaTransformer2DModel[controlnet_full]", SANA, note="as many residuals as blocks; the last is not used")
 def sana_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return sana_controlnet(draw, batch, size, count=3)
 
@@ -589,6 +582,7 @@ LUMINA2 |= {"num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axe
     LUMINA2 | {"axes_lens": (64, 32, 32), "cap_feat_dim": 24},
     timestep_scale=1.0,
     timestep_flipped=True,
+    note="takes 1 - t",
 )
 def lumina2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
@@ -617,7 +611,7 @@ Z_IMAGE |= {"cap_feat_dim": 24, "axes_dims": list(AXES), "axes_lens": [128, 32, 
     timestep="t",
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="latents and prompts are lists, one tensor a sample; both are padded to 32 tokens",
+    note="takes 1 - t; latents and prompts are lists, one tensor a sample; both are padded to 32 tokens",
 )
 def z_image(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
@@ -634,7 +628,7 @@ def z_image(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep="t",
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="residuals come as a dict by layer",
+    note="takes 1 - t; residuals come as a dict by layer",
 )
 def z_image_controlnet(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     added = dict(zip((0, 2), residuals(draw, 2, batch, 64), strict=True))

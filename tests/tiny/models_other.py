@@ -164,7 +164,7 @@ IDEOGRAM = HEADS | {
     IDEOGRAM | {"mrope_section": (4, 2, 2)},
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="hidden_states has a place for every text token too",
+    note="takes 1 - t; hidden_states has a place for every text token too",
 )
 def ideogram4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
@@ -246,7 +246,7 @@ OMNIGEN |= {"time_step_dim": 32, "rope_scaling": {"short_factor": [1.0] * 8, "lo
     OMNIGEN,
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="the prompt comes as token ids; one image of four tokens stands in it",
+    note="takes 1 - t; the prompt comes as token ids; one image of four tokens stands in it",
 )
 def omnigen(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
@@ -369,9 +369,7 @@ ACE |= {
 }
 
 
-@other(
-    "AceStepTransformer1DModel", ACE | {"sliding_window": 2}, timestep_scale=1.0, timestep_too=("timestep_r",)
-)
+@other("AceStepTransformer1DModel", ACE | {"sliding_window": 2}, timestep_scale=1.0, timestep_too=("timestep_r",))
 def ace_step(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
         "hidden_states": draw(batch, duration(size), 4),
@@ -464,7 +462,7 @@ MUSIC = HEADS | {"in_channels": 4, "condition_dim": 24, "num_layers": 3, "ff_inn
     MUSIC | {"fourier_embedding_dim": 16},
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="the timestep is a token of the sequence",
+    note="takes 1 - t; the timestep is a token of the sequence",
 )
 def minimax_music(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
@@ -504,9 +502,7 @@ FILM: dict[str, Any] = {
 }
 
 
-@other(
-    "T5FilmDecoder", FILM, latent="decoder_input_tokens", timestep="decoder_noise_time", timestep_scale=1.0
-)
+@other("T5FilmDecoder", FILM, latent="decoder_input_tokens", timestep="decoder_noise_time", timestep_scale=1.0)
 def t5_film(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
         "encodings_and_masks": [(draw(batch, TEXT, 32), mask(batch)), (draw(batch, 3, 32), mask(batch, 3))],
@@ -520,9 +516,7 @@ def t5_film(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 LATENT = HEADS | {"in_channels": 4, "num_layers": 3, "sample_size": 8, "patch_size": 2}
 
 
-@other(
-    "DiTTransformer2DModel", LATENT | {"num_embeds_ada_norm": 10}, note="squares only; a class for a prompt"
-)
+@other("DiTTransformer2DModel", LATENT | {"num_embeds_ada_norm": 10}, note="squares only; a class for a prompt")
 def dit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
         "hidden_states": draw(batch, 4, 8 + 4 * size, 8 + 4 * size),
@@ -597,6 +591,7 @@ LUMINA: dict[str, Any] = {
     fill_pad_token,
     timestep_scale=1.0,
     timestep_flipped=True,
+    note="takes 1 - t",
 )
 def lumina_next(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
@@ -636,9 +631,7 @@ UNET = HEADS | {"in_channels": 32, "num_layers": 3, "norm_num_groups": 4, "cross
     timestep="",
     note="a part of a U-Net, whose other blocks know the timestep",
 )
-@other(
-    "Transformer2DModel", UNET, timestep="", note="a part of a U-Net, whose other blocks know the timestep"
-)
+@other("Transformer2DModel", UNET, timestep="", note="a part of a U-Net, whose other blocks know the timestep")
 def unet_part(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
         "hidden_states": draw(batch, 32, *token_side(size)),
@@ -695,7 +688,10 @@ PROTEIN |= {"timestep_scale": 1.0, "timestep_flipped": True}
 
 
 @other(
-    "RFD4ProteinaTransformer", RFD4, **PROTEIN, note="pair_update_layers rewrite the pairs between the blocks"
+    "RFD4ProteinaTransformer",
+    RFD4,
+    **PROTEIN,
+    note="takes 1 - t; pair_update_layers rewrite the pairs between the blocks",
 )
 def rfd4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     tokens = 6 + 2 * size
@@ -711,6 +707,6 @@ def rfd4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     }
 
 
-@other("RFD4ProteinaTransformer[recycle]", RFD4, **PROTEIN, note="the stack runs twice")
+@other("RFD4ProteinaTransformer[recycle]", RFD4, **PROTEIN, note="takes 1 - t; the stack runs twice")
 def rfd4_recycle(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return rfd4(draw, batch, size) | {"recycle_depth": 2}

@@ -58,9 +58,7 @@ def wan_i2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     }
 
 
-@video(
-    "WanTransformer3DModel[ti2v]", WAN, note="a timestep for every token; those of the first frame are clean"
-)
+@video("WanTransformer3DModel[ti2v]", WAN, note="a timestep for every token; those of the first frame are clean")
 def wan_ti2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return wan(draw, batch, size) | {"timestep": first_clean(batch, FRAMES, height * width)}
@@ -69,9 +67,7 @@ def wan_ti2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 VACE = WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12}
 
 
-@video(
-    "WanVACETransformer3DModel", VACE, note="hints from vace_blocks are added after blocks 0 and 2 of four"
-)
+@video("WanVACETransformer3DModel", VACE, note="hints from vace_blocks are added after blocks 0 and 2 of four")
 def wan_vace(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return wan(draw, batch, size) | {"control_hidden_states": clip(draw, batch, size, 12)}
 
@@ -91,9 +87,7 @@ ANIMATE |= {"motion_encoder_channel_sizes": {"4": 4, "8": 4, "16": 4}, "motion_s
 ANIMATE |= {"motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
 
 
-@video(
-    "WanAnimateTransformer3DModel", ANIMATE, note="face_adapter reads the hidden states after blocks 0 and 2"
-)
+@video("WanAnimateTransformer3DModel", ANIMATE, note="face_adapter reads the hidden states after blocks 0 and 2")
 def wan_animate(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return wan_i2v(draw, batch, size) | {
         "hidden_states": clip(draw, batch, size, 12, frames=3),
@@ -181,9 +175,7 @@ def anyflow(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 
 def far_cache(draw: Draw, batch: int) -> list[dict[str, Tensor]]:
-    return [
-        {name: draw(2, batch, 2, 64, 16) for name in ("full_cache", "compressed_cache")} for _ in range(3)
-    ]
+    return [{name: draw(2, batch, 2, 64, 16) for name in ("full_cache", "compressed_cache")} for _ in range(3)]
 
 
 @video(
@@ -220,9 +212,7 @@ def anyflow_far_write(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return anyflow(draw, batch, size) | {"chunk_partition": [FRAMES]} | cache
 
 
-@video(
-    "HeliosTransformer3DModel", WAN | {"rope_dim": AXES}, note="a clean history of three rates stands before"
-)
+@video("HeliosTransformer3DModel", WAN | {"rope_dim": AXES}, note="a clean history of three rates stands before")
 def helios(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return wan(draw, batch, size) | {
         "indices_hidden_states": torch.arange(7, 9)[None],
@@ -275,9 +265,7 @@ def hunyuan_video_i2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 FRAMEPACK = HUNYUAN | {"has_image_proj": True, "image_proj_dim": 20, "has_clean_x_embedder": True}
 
 
-@video(
-    "HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, note="clean history at three rates stands before"
-)
+@video("HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, note="clean history at three rates stands before")
 def framepack(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return hunyuan_video(draw, batch, size) | {
         "image_embeds": draw(batch, 3, 20),
@@ -458,9 +446,7 @@ LATTE |= {
 }
 
 
-@video(
-    "LatteTransformer3DModel", LATTE, note="blocks over space and over time alternate, reshaped in between"
-)
+@video("LatteTransformer3DModel", LATTE, note="blocks over space and over time alternate, reshaped in between")
 def latte(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return {
         "hidden_states": clip(draw, batch, size),
@@ -616,7 +602,7 @@ MOCHI = HEADS | {
 }
 
 
-@video("MochiTransformer3DModel", MOCHI, timestep_flipped=True)
+@video("MochiTransformer3DModel", MOCHI, timestep_flipped=True, note="takes 1 - t")
 def mochi(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return latte(draw, batch, size) | {
         "timestep": at(batch, 1000 * (1 - NOISE)),
@@ -665,9 +651,7 @@ def ltx2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     }
 
 
-@video(
-    "LTX2VideoTransformer3DModel[stg]", LTX2 | {"perturbed_attn": True}, note="block 1 does without attention"
-)
+@video("LTX2VideoTransformer3DModel[stg]", LTX2 | {"perturbed_attn": True}, note="block 1 does without attention")
 def ltx2_stg(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     return ltx2(draw, batch, size) | {"spatio_temporal_guidance_blocks": [1]}
 
@@ -767,7 +751,7 @@ H3 |= {
     H3,
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="text, a clean keyframe, sound and video in one sequence; timestep holds the distinct noise levels",
+    note="takes 1 - t; text, keyframe, sound and video in one sequence; one timestep per noise level",
 )
 def minimax_h3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)

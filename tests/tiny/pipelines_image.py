@@ -61,9 +61,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def model(
-    cls: Callable[..., torch.nn.Module], seed: int = 0, gain: float = 1.0, **config: Any
-) -> torch.nn.Module:
+def model(cls: Callable[..., torch.nn.Module], seed: int = 0, gain: float = 1.0, **config: Any) -> torch.nn.Module:
     """A seeded model in which what is initialised to zero (gates, output layers) is small noise."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -139,9 +137,7 @@ STREAMS = {"in_channels": 16, "num_layers": 2, "num_single_layers": 3, "joint_at
 FLUX = STREAMS | {"pooled_projection_dim": WIDTH, "axes_dims_rope": (4, 2, 2)}
 
 
-def flux(
-    cls: type[d.DiffusionPipeline] = d.FluxPipeline, channels: int = 16, **parts: Any
-) -> d.DiffusionPipeline:
+def flux(cls: type[d.DiffusionPipeline] = d.FluxPipeline, channels: int = 16, **parts: Any) -> d.DiffusionPipeline:
     transformer = model(d.FluxTransformer2DModel, **FLUX | {"in_channels": channels}, guidance_embeds=True)
     return pipeline(cls, transformer=transformer, scheduler=flow(**FLUX_FLOW), **parts)
 
@@ -184,9 +180,7 @@ FLUX2 |= {"gain": 1.4}  # without biases its modulation would be next to nothing
 
 
 def flux2() -> d.DiffusionPipeline:
-    return pipeline(
-        d.Flux2Pipeline, transformer=model(d.Flux2Transformer2DModel, **FLUX2), scheduler=flow(**FLUX_FLOW)
-    )
+    return pipeline(d.Flux2Pipeline, transformer=model(d.Flux2Transformer2DModel, **FLUX2), scheduler=flow(**FLUX_FLOW))
 
 
 def flux2_inputs(side: int, guidance: bool) -> dict[str, Any]:
@@ -230,9 +224,7 @@ def longcat() -> d.DiffusionPipeline:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = ["<pad>", *sorted(ByteLevel.alphabet())]
-    tokenizer = Tokenizer(
-        WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>")
-    )
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Sequence([ByteLevel(add_prefix_space=False), Split("", "isolated")])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
@@ -323,9 +315,7 @@ BINNING_OFF = {"use_resolution_binning": False, "negative_prompt": None}
 
 def pixart() -> d.DiffusionPipeline:
     config = HEADS | {"num_layers": 3, "cross_attention_dim": 16, "caption_channels": WIDTH, "sample_size": 8}
-    transformer = model(
-        d.PixArtTransformer2DModel, **config, norm_num_groups=2, use_additional_conditions=False
-    )
+    transformer = model(d.PixArtTransformer2DModel, **config, norm_num_groups=2, use_additional_conditions=False)
     scheduler = d.DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02)
     return pipeline(d.PixArtSigmaPipeline, transformer=transformer, scheduler=scheduler)
 
@@ -335,9 +325,7 @@ def sana() -> d.DiffusionPipeline:
     cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
     transformer = model(d.SanaTransformer2DModel, **config, **cross)
     solver = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-    return pipeline(
-        d.SanaPipeline, transformer=transformer, scheduler=d.DPMSolverMultistepScheduler(**solver)
-    )
+    return pipeline(d.SanaPipeline, transformer=transformer, scheduler=d.DPMSolverMultistepScheduler(**solver))
 
 
 def cogview4() -> d.DiffusionPipeline:
@@ -382,9 +370,7 @@ def hidream() -> d.DiffusionPipeline:
     config = HEADS | {"in_channels": 4, "patch_size": 2, "num_layers": 2, "num_single_layers": 2}
     text = {"caption_channels": [WIDTH, WIDTH], "text_emb_dim": WIDTH, "llama_layers": [0, 1, 2, 3]}
     rope = {"axes_dims_rope": (4, 2, 2), "max_resolution": (8, 8)}
-    transformer = model(
-        d.HiDreamImageTransformer2DModel, **config, **text, **rope, force_inference_output=True
-    )
+    transformer = model(d.HiDreamImageTransformer2DModel, **config, **text, **rope, force_inference_output=True)
     solver = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     scheduler = d.UniPCMultistepScheduler(**solver)
     pipe = pipeline(d.HiDreamImagePipeline, transformer=transformer, scheduler=scheduler)

@@ -121,9 +121,7 @@ def stop_guidance(pipe: d.DiffusionPipeline, step: int, timestep: torch.Tensor, 
 # Others
 def ltx() -> d.DiffusionPipeline:
     config = HEADS | {"in_channels": 8, "out_channels": 8, "num_layers": 3}
-    transformer = model(
-        d.LTXVideoTransformer3DModel, **config, cross_attention_dim=16, caption_channels=WIDTH
-    )
+    transformer = model(d.LTXVideoTransformer3DModel, **config, cross_attention_dim=16, caption_channels=WIDTH)
     shift = {"base_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
     scheduler = flow(**shift, use_dynamic_shifting=True)
     return pipeline(d.LTXPipeline, transformer=transformer, scheduler=scheduler)
@@ -171,9 +169,7 @@ def hunyuan_video_inputs(side: int, guidance: bool) -> dict[str, Any]:
 
 def mochi() -> d.DiffusionPipeline:
     sizes = HEADS | {"in_channels": 12, "num_layers": 3, "text_embed_dim": WIDTH, "time_embed_dim": 16}
-    transformer = model(
-        d.MochiTransformer3DModel, **sizes, pooled_projection_dim=16, max_sequence_length=TOKENS
-    )
+    transformer = model(d.MochiTransformer3DModel, **sizes, pooled_projection_dim=16, max_sequence_length=TOKENS)
     return pipeline(d.MochiPipeline, transformer=transformer, scheduler=flow(invert_sigmas=True))
 
 
@@ -212,9 +208,7 @@ def cosmos1() -> d.DiffusionPipeline:
 
 def cosmos2() -> d.DiffusionPipeline:
     scheduler = flow(use_karras_sigmas=True)
-    return cosmos(
-        d.Cosmos2TextToImagePipeline, scheduler, extra_pos_embed_type=None, rope_scale=(1.0, 4.0, 4.0)
-    )
+    return cosmos(d.Cosmos2TextToImagePipeline, scheduler, extra_pos_embed_type=None, rope_scale=(1.0, 4.0, 4.0))
 
 
 def stable_audio() -> d.DiffusionPipeline:
@@ -295,9 +289,7 @@ VIDEO = (
         "cond uncond",
         "no begin; context; sequential; same; t; transformer_2 from step 4 of 12",
     ),
-    tiny(
-        "WanVACEPipeline", wan_vace, wan_vace_inputs, "cond uncond", "no begin; context; sequential; same; t"
-    ),
+    tiny("WanVACEPipeline", wan_vace, wan_vace_inputs, "cond uncond", "no begin; context; sequential; same; t"),
     tiny(
         "LTXPipeline",
         ltx,

@@ -7,6 +7,7 @@ instance are plain again.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,14 +81,17 @@ def _restore(instance: Any, base: type, private: type) -> None:
 
 def _reduce_as(base: type) -> Callable[[Any, Any], Any]:
     """Copies and pickles of an adopted instance are of its own class."""
-
     plain: Any = base.__reduce_ex__
 
     def reduce(self: Any, protocol: Any) -> Any:
         reduced = plain(self, protocol)
-        if isinstance(reduced, str):
+        if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
-        function, arguments, *rest = reduced
-        return (function, tuple(base if a is type(self) else a for a in arguments), *rest)
+        _, (_, *arguments), *state = reduced
+        return (_new, (base, *arguments), *state)
 
     return reduce
+
+
+def _new(cls: Any, *arguments: Any) -> Any:
+    return cls.__new__(cls, *arguments)

@@ -116,7 +116,7 @@ class Unit:
             running = self.running
             if running is None or not running.covers(name):
                 return iterate(this)
-            return (BlockStandIn(running, name, i, block) for i, block in enumerate(iterate(this)))
+            return iter([BlockStandIn(running, name, i, block) for i, block in enumerate(iterate(this))])
 
         def getitem(this: nn.ModuleList, index: Any) -> Any:
             if not isinstance(index, slice):
@@ -124,7 +124,8 @@ class Unit:
             part = list(iter_(this))[index]
             return part if self.running is not None else nn.ModuleList(part)
 
-        return {"__iter__": iter_, "__getitem__": getitem}
+        # A compiler that traces the whole model stops here and goes on inside the blocks.
+        return {"__iter__": torch.compiler.disable(iter_), "__getitem__": torch.compiler.disable(getitem)}
 
     def run(self, pass_: Pass, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the transformer's own forward with a pass answering its block calls."""
@@ -143,10 +144,13 @@ class BlockStandIn:
     def __init__(self, running: Pass, blocks: str, index: int, block: nn.Module) -> None:
         self._running, self._blocks, self._index, self._block = running, blocks, index, block
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._running.call(self._blocks, self._index, self._block, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name in BlockStandIn.__slots__:
+            raise AttributeError(name)
         return getattr(self._block, name)
 
     @property  # type: ignore[misc]

@@ -1,0 +1,188 @@
+"""What happens in a soak run, settled by a seed before it begins: one small JSON record a generation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from random import Random
+from typing import Any
+
+PIPELINES = (
+    "FluxPipeline",
+    "FluxPipeline[true_cfg]",
+    "FluxImg2ImgPipeline",
+    "FluxControlNetPipeline",
+    "StableDiffusion3Pipeline",
+    "QwenImagePipeline",
+    "WanPipeline[2.2]",
+    "WanVACEPipeline",
+    "LTXPipeline",
+    "CogVideoXPipeline",
+    "LongCatImagePipeline",
+    "Lumina2Pipeline",
+)
+BATCHED = frozenset(PIPELINES) - {"FluxImg2ImgPipeline", "FluxControlNetPipeline", "WanVACEPipeline"}
+WORDS = frozenset({"LongCatImagePipeline"})  # takes prompts in words, and no callback
+PROFILED = frozenset({"FluxPipeline", "FluxPipeline[true_cfg]", "FluxImg2ImgPipeline", "LTXPipeline"})
+TWO_SIGNALS = frozenset({"WanPipeline[2.2]", "WanVACEPipeline"})
+PROMPTS = ("a cat", "an owl", "a pear")
+
+Cache = dict[str, Any]  # {"method": "tea_cache", "settings": {...}}
+# Their cache is never taken off, as in a server: only using() and off() change it.
+RESIDENT: dict[str, Cache] = {
+    "FluxPipeline[true_cfg]": {"method": "tea_cache", "settings": {"rel_l1_thresh": 0.3, "coefficients": [1.0, 0.0]}},
+    "LTXPipeline": {"method": "mag_cache", "settings": {"mag_ratios": [1.0, 0.95, 1.02, 0.97], "mag_threshold": 0.2}},
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What stays on a pipeline from one generation to the next."""
+
+    cache: Cache | None = None
+    lora: dict[str, Any] | None = None  # {"seed": 3, "rank": 2, "scale": 0.5}
+    prompt_cache: bool = False
+
+    @classmethod
+    def at_rest(cls, pipeline: str) -> State:
+        """Everything taken off that is ever taken off."""
+        return cls(cache=RESIDENT.get(pipeline))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generation. Nothing in it refers to what came before."""
+
+    index: int
+    pipeline: str
+    steps: int
+    seed: int
+    size: int = 0
+    guidance: bool = True
+    batch: int = 1
+    prompt: str = PROMPTS[0]
+    state: State = field(default_factory=State)
+    override: dict[str, Any] | None = None  # settings for using(), or {} for off()
+    abort: dict[str, Any] | None = None  # {"in": "callback", "at": 5, "error": "KeyboardInterrupt"}
+    again: bool = False  # take the cache off and put it on, though it is the same
+    refresh: bool = False  # call refresh() before
+    compare: bool = False  # with the picture of a fresh process
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        values = json.loads(text)
+        return cls(**values | {"state": State(**values["state"])})
+
+    def alone(self) -> Record:
+        """The same picture the straight way: the override's settings enabled as such, every detour left out."""
+        cache = self.state.cache
+        if self.override == {} or (cache is not None and cache["method"] == "none"):
+            cache = None
+        elif cache is not None and self.override is not None:
+            cache = cache | {"settings": cache["settings"] | self.override}
+        state = replace(self.state, cache=cache, prompt_cache=False)
+        return replace(self, state=state, override=None, abort=None, again=False, refresh=False)
+
+
+def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), compare_every: int = 50) -> list[Record]:
+    """The records of a run. What is compared follows a generation of the same pipeline, aborted as often as not."""
+    random = Random(seed)
+    states = {name: State.at_rest(name) for name in PIPELINES}
+    records: list[Record] = []
+    for index in range(generations):
+        compare = (index + 1) % compare_every == 0
+        name = records[-1].pipeline if compare and records else random.choice(PIPELINES)
+        states[name] = state = _next_state(random, name, states[name])
+        count = random.randint(*steps)
+        often_aborted = 0.5 if (index + 2) % compare_every == 0 else 0.12
+        often_overridden = 0.6 if name in RESIDENT else 0.25
+        records.append(
+            Record(
+                index,
+                name,
+                count,
+                seed=random.randrange(1000),
+                size=random.randrange(2),
+                guidance=random.random() < 0.8,
+                batch=random.choice((1, 1, 2)) if name in BATCHED else 1,
+                prompt=random.choice(PROMPTS),
+                state=state,
+                override=_override(random, state.cache) if random.random() < often_overridden else None,
+                abort=_abort(random, name, count) if not compare and random.random() < often_aborted else None,
+                again=name not in RESIDENT and random.random() < 0.15,
+                refresh=random.random() < 0.1,
+                compare=compare,
+            )
+        )
+    return records
+
+
+def _next_state(random: Random, name: str, state: State) -> State:
+    if name not in RESIDENT and random.random() < 0.35:
+        state = replace(state, cache=_cache(random, name))
+    if random.random() < 0.3:
+        state = replace(state, lora=_lora(random, state.lora))
+    if name in WORDS and random.random() < 0.3:
+        state = replace(state, prompt_cache=not state.prompt_cache)
+    return state
+
+
+def _cache(random: Random, name: str) -> Cache | None:
+    method = random.choices((None, "none", "tea_cache", "mag_cache"), (3, 1, 5, 4))[0]
+    if method is None:
+        return None
+    settings = _tea(random, name) if method == "tea_cache" else _mag(random) if method == "mag_cache" else {}
+    return {"method": method, "settings": settings}
+
+
+def _tea(random: Random, name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {"rel_l1_thresh": random.choice((0.0, 0.1, 0.2, 0.4, 0.8))}
+    if name not in PROFILED or random.random() < 0.5:
+        settings["coefficients"] = random.choice(([1.0, 0.0], [0.5, 0.02], [2.0, 1.0, 0.0]))
+    if name in TWO_SIGNALS:
+        settings["signal"] = random.choice(("e", "e0"))
+    return settings
+
+
+def _mag(random: Random) -> dict[str, Any]:
+    ratios = [round(random.uniform(0.9, 1.06), 3) for _ in range(random.randint(8, 16))]
+    return _mag_override(random) | {"mag_ratios": ratios, "interpolation": random.choice(("log", "nearest"))}
+
+
+def _mag_override(random: Random) -> dict[str, Any]:
+    return {
+        "mag_threshold": random.choice((0.0, 0.06, 0.12, 0.24, 0.6)),
+        "mag_max_skip_steps": random.randint(0, 6),
+        "mag_retention_ratio": random.choice((0.0, 0.1, 0.2)),
+    }
+
+
+def _override(random: Random, cache: Cache | None) -> dict[str, Any] | None:
+    if cache is None or cache["method"] == "none":
+        return None
+    if random.random() < 0.4:
+        return {}
+    if cache["method"] == "mag_cache":
+        return _mag_override(random)
+    return {"rel_l1_thresh": random.choice((0.0, 0.15, 0.3, 0.6))}
+
+
+def _lora(random: Random, current: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Another adapter, the same at another scale, or none."""
+    choice = random.random()
+    if choice < 0.35:
+        return None
+    scale = random.choice((0.3, 0.7, 1.0))
+    if current is not None and choice < 0.65:
+        return current | {"scale": scale}
+    return {"seed": random.randrange(5), "rank": random.choice((2, 4)), "scale": scale}
+
+
+def _abort(random: Random, name: str, steps: int) -> dict[str, Any]:
+    """Where an error comes from: the step's callback, or a block (which may be held and never get there)."""
+    where = "block" if name in WORDS or random.random() < 0.5 else "callback"
+    error = random.choice(("RuntimeError", "KeyboardInterrupt"))
+    return {"in": where, "at": random.randrange(steps), "block": round(random.random(), 2), "error": error}

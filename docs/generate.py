@@ -1,0 +1,298 @@
+"""Writes what the documentation takes from the code: tables of settings, models and names.
+
+`python docs/generate.py` writes them, `--check` only says which are stale. A test does the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdover.base import CacheBackend
+from holdover.config import Config, allowed_values
+from holdover.models.family import Family, never, one_expert
+from holdover.models.registry import families_declared
+from holdover.profiles import MagCacheProfile, Profile, TeaCacheProfile, shipped
+from holdover.selector import config_class
+from holdover.stats import GenerationStats, Stats
+from holdover.teacache.method import polynomial_of
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTICE = "<!-- Written by docs/generate.py from the code: change it there. -->"
+
+REFERENCE = {
+    "holdover": "What most programs need.",
+    "holdover.teacache": "TeaCache and its parts.",
+    "holdover.magcache": "MagCache and its parts.",
+    "holdover.profiles": "Measured constants of models: find, load and save them.",
+}
+WITHOUT_DOCSTRING = {
+    "__version__": "The version, as text.",
+    "Method": "The names of the methods that keep profiles.",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or with `--check` only look."""
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
+    for path in stale:
+        sys.stdout.write(f"{'stale' if '--check' in arguments else 'written'}: {path.relative_to(ROOT)}\n")
+        if "--check" not in arguments:
+            path.write_text(pages()[path], encoding="utf-8")
+    return 1 if stale and "--check" in arguments else 0
+
+
+def pages() -> dict[Path, str]:
+    """Every file with generated text in it, as it should be."""
+    docs = ROOT / "docs"
+    return {
+        docs / "models.md": models_page(),
+        docs / "reference.md": reference_page(),
+        docs / "methods" / "teacache.md": with_parts(docs / "methods" / "teacache.md", settings=settings("tea_cache")),
+        docs / "methods" / "magcache.md": with_parts(docs / "methods" / "magcache.md", settings=settings("mag_cache")),
+        ROOT / "README.md": with_parts(ROOT / "README.md", models=short_models()),
+    }
+
+
+def with_parts(path: Path, **parts: str) -> str:
+    """A page written by hand with its generated parts replaced."""
+    text = path.read_text("utf-8")
+    for name, part in parts.items():
+        begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"{path.relative_to(ROOT)} needs {begin} ... {end} exactly once.")
+        text = pattern.sub(lambda _, b=begin, p=part, e=end: f"{b}\n\n{p}\n\n{e}", text)
+    return text
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(words: Iterable[Any]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+# Settings.
+
+
+def settings(method: str) -> str:
+    """The settings of one method."""
+    config: type[Config] = config_class(method)
+    rows = [
+        (f"`{field.name}`", f"`{field.default!r}`", allowed_values(field), field.metadata.get("doc", ""))
+        for field in config.settings()
+    ]
+    return table(("setting", "default", "allowed", "what it does"), rows)
+
+
+# Models.
+
+
+def families() -> list[Family]:
+    """The shipped declarations, each once, by name."""
+    found = {family.name: family for family in families_declared().values()}
+    return sorted(found.values(), key=lambda family: family.name.lower())
+
+
+def profiles_of(family: Family, method: Any) -> list[Profile]:
+    return [profile for profile in shipped(method) if profile.transformer_class in family.classes]
+
+
+def signals(family: Family) -> str:
+    marked = (f"`{s.name}`" + (" (timestep only)" if s.of_time is not None else "") for s in family.signals)
+    return ", ".join(marked)
+
+
+def short_models() -> str:
+    """For the README: the families of which constants ship."""
+    rows, others = [], 0
+    for family in families():
+        tea, mag = profiles_of(family, "tea_cache"), profiles_of(family, "mag_cache")
+        if tea or mag:
+            rows.append((family.name, _count(tea, "measure coefficients"), _count(mag, "measure ratios")))
+        else:
+            others += len(family.classes)
+    rows.append((f"{others} more classes with a declaration", "measure coefficients", "measure ratios"))
+    rows.append(("any other transformer with a list of blocks", "measure coefficients", "measure ratios"))
+    return table(("model family", "`tea_cache`", "`mag_cache`"), rows)
+
+
+def _count(profiles: Sequence[Profile], otherwise: str) -> str:
+    if not profiles:
+        return otherwise
+    return f"{len(profiles)} profile" + ("s" if len(profiles) > 1 else "")
+
+
+def models_page() -> str:
+    head = ("family", "classes", "TeaCache signals, default first", "TeaCache profiles", "MagCache profiles", "declared")
+    rows = [
+        (
+            family.name,
+            code(family.classes),
+            signals(family),
+            code(p.name for p in profiles_of(family, "tea_cache")),
+            code(p.name for p in profiles_of(family, "mag_cache")),
+            declared(family),
+        )
+        for family in families()
+    ]
+    tea, mag = shipped("tea_cache"), shipped("mag_cache")
+    return f"""{NOTICE}
+
+# Models
+
+A model is found, not written: the [cut](architecture.md#the-cut) through a transformer is traced in its first forward.
+What a trace cannot know is declared per family, and constants that must be measured are kept in profiles.
+
+## Families
+
+{len(rows)} families, {sum(len(f.classes) for f in families())} classes. A class that is not in this table is
+traced all the same: its signal is `input`, what enters its first block. Where a profile column is empty, nothing ships and the
+constants are [measured](methods/teacache.md#measuring-coefficients) with your pipeline.
+
+{table(head, rows)}
+
+## TeaCache profiles
+
+A profile is chosen by the transformer's class, then by what tells variants of a class apart; `profile="..."` chooses it by
+name. *Least* is the least the [clamped polynomial](methods/teacache.md#clamping) adds in one step: a threshold at or below
+it never holds, and where it is **bold** that is the case at the default of 0.2. *Thresholds* are those its source advises; they have not been
+re-measured here.
+
+{table(TEA_HEAD, (tea_row(p) for p in tea))}
+
+## MagCache profiles
+
+*Advised* are the settings of its source: threshold, steps held in a row, retention. They are not applied by themselves.
+
+{table(MAG_HEAD, (mag_row(p) for p in mag))}
+
+## Notes on profiles
+
+What the sources say or leave out, as it was noted when the numbers were taken over.
+
+{notes((*tea, *mag))}
+"""
+
+
+TEA_HEAD = ("profile", "model", "chosen when", "signal", "computed at the start", "least", "thresholds", "source")
+MAG_HEAD = ("profile", "model", "chosen when", "steps", "branches", "never held", "advised", "source")
+
+
+def tea_row(profile: TeaCacheProfile) -> Sequence[str]:
+    least = polynomial_of(profile.fit("")).minimum()
+    shown = f"{least:.3g}"
+    return (
+        f"`{profile.name}`",
+        profile.model,
+        chosen(profile),
+        f"`{profile.signal}`",
+        str(profile.retained),
+        f"**{shown}**" if least >= config_class("tea_cache")().rel_l1_thresh else shown,  # type: ignore[attr-defined]
+        ", ".join(f"{t:g}" for t in profile.thresholds),
+        source(profile),
+    )
+
+
+def mag_row(profile: MagCacheProfile) -> Sequence[str]:
+    advised = (profile.defaults.threshold, profile.defaults.max_skip_steps, profile.defaults.retention_ratio)
+    return (
+        f"`{profile.name}`",
+        profile.model,
+        chosen(profile),
+        str(profile.num_inference_steps),
+        ", ".join(name or "any" for name, _ in profile.branches),
+        ", ".join(map(str, profile.never_hold)),
+        " / ".join("?" if value is None else f"{value:g}" for value in advised) if any(advised) else "",
+        source(profile),
+    )
+
+
+def chosen(profile: Profile) -> str:
+    matches = [f"`{key}` is set" if value == "*" else f"`{key}` is `{value}`" for key, value in profile.match]
+    return f"`{profile.transformer_class}`" + "".join(f", {m}" for m in matches) + _in_pipelines(profile)
+
+
+def _in_pipelines(profile: Profile) -> str:
+    return f", in {code(profile.pipelines)}" if profile.pipelines else ""
+
+
+def source(profile: Profile) -> str:
+    """Where the numbers were taken from: a link to the very line where a commit is known."""
+    facts = dict(profile.source)
+    path, _, line = facts["path"].partition(":")
+    if "commit" not in facts:
+        return f"{facts['repo']}, `{facts['path']}`"
+    address = f"https://github.com/{facts['repo']}/blob/{facts['commit']}/{path}" + (f"#L{line}" if line else "")
+    return f"[{facts['repo']}]({address})"
+
+
+def declared(family: Family) -> str:
+    """What the declaration says beside the signals, in words."""
+    facts = []
+    if family.head is not None:
+        facts.append(f"signal read at `{family.head}`")
+    if family.conditioning:
+        facts.append(f"branches told apart by {code(family.conditioning)}")
+    if family.must_compute is not never:
+        facts.append("passes that write a KV cache are never held")
+    if family.range_of is not one_expert:
+        facts.append("two experts, each with its own steps")
+    if family.time_runs_up:
+        facts.append("is given 1 - t")
+    return "; ".join(facts)
+
+
+def notes(profiles: Iterable[Profile]) -> str:
+    lines = []
+    for profile in profiles:
+        also = f" The same numbers are in {'; '.join(profile.also_in)}." if profile.also_in else ""
+        lines.append(f"- `{profile.name}`: {profile.notes}{also}".replace("<=", "at most "))
+    return "\n".join(lines)
+
+
+# Names.
+
+
+def reference_page() -> str:
+    parts = [f"{NOTICE}\n\n# Reference\n\nEvery public name with one line; `help(name)` says more.\n"]
+    for name, line in REFERENCE.items():
+        module = importlib.import_module(name)
+        rows = [(f"`{n}`", summary(getattr(module, n), n)) for n in sorted(module.__all__, key=str.lower)]
+        parts.append(f"## {name}\n\n{line}\n\n{table(('name', 'what it is'), rows)}\n")
+    for title, cls in (("A cache", CacheBackend), ("Its statistics", Stats), ("One generation", GenerationStats)):
+        parts.append(f"## {title}: `{cls.__name__}`\n\n{summary(cls)}\n\n{table(('member', 'what it is'), members(cls))}\n")
+    parts.append(f"## Errors\n\n{inspect.getdoc(importlib.import_module('holdover.errors'))}\n")
+    return "\n".join(parts)
+
+
+def summary(thing: Any, name: str = "") -> str:
+    """The first paragraph of a docstring, on one line."""
+    text = WITHOUT_DOCSTRING.get(name) or inspect.getdoc(thing)
+    if not text:
+        raise SystemExit(f"{name or thing} has no docstring.")
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def members(cls: type) -> list[Sequence[str]]:
+    """The documented public members of a class, in the order they are written."""
+    rows: list[Sequence[str]] = []
+    for name, member in vars(cls).items():
+        if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
+            continue
+        if inspect.getdoc(member):
+            rows.append((f"`{name}()`" if inspect.isfunction(member) else f"`{name}`", summary(member)))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""On every pipeline: hold nothing and the bits are the same; hold, and each branch does what its policy says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdover
+from snapshots import denoiser, differences
+from tiny.pipelines import PIPELINES, run
+
+STEPS = 12
+TEA = {"coefficients": [1.0, 0.0]}
+MAG = {"mag_ratios": [1.01] * STEPS}
+NOTHING = [("tea_cache", {**TEA, "rel_l1_thresh": 0.0}), ("mag_cache", {**MAG, "mag_threshold": 0.0}), ("none", {})]
+HOLD = [
+    ("tea_cache", {**TEA, "rel_l1_thresh": 10.0}),
+    ("mag_cache", {**MAG, "mag_threshold": 0.5, "mag_max_skip_steps": 2}),
+]
+
+
+@pytest.fixture(scope="module", params=sorted(PIPELINES))
+def built(request):
+    tiny = PIPELINES[request.param]
+    pipe = tiny.build()
+    return tiny, pipe, run(pipe, **tiny.call(steps=STEPS))
+
+
+@pytest.mark.parametrize(("method", "settings"), NOTHING)
+def test_nothing_held_is_bit_identical(built, method, settings):
+    tiny, pipe, plain = built
+    with holdover.enable(pipe, method, **settings) as cache:
+        first, second = run(pipe, **tiny.call(steps=STEPS)), run(pipe, **tiny.call(steps=STEPS))
+        stats = cache.stats()
+    assert stats.held == 0
+    assert stats.computed > 0
+    assert stats.count == 2
+    assert torch.equal(first, plain)
+    assert torch.equal(second, plain)
+
+
+@pytest.mark.parametrize(("method", "settings"), HOLD)
+def test_held_generation(built, method, settings):
+    tiny, pipe, plain = built
+    before = denoiser(pipe)
+    with holdover.enable(pipe, method, **settings) as cache:
+        first, second = run(pipe, **tiny.call(steps=STEPS)), run(pipe, **tiny.call(steps=STEPS))
+        generation = cache.stats().last
+        replayed = [unit.report for unit in cache.engine.units]
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, second)
+    assert not torch.equal(first, plain)
+    assert all(report.ok and report.max_error < 1e-5 for report in replayed)
+    assert generation.held_total > 0
+    assert cache.engine is None
+    assert differences(before, denoiser(pipe)) == []
+    assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain)
+
+
+def test_every_branch_holds_on_its_own(built):
+    tiny, pipe, _ = built
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_threshold": 0.5, "mag_max_skip_steps": 2}) as cache:
+        run(pipe, **tiny.call(steps=STEPS))
+        generation = cache.stats().last
+    for branch in generation.branches:
+        visits = generation.of_branch(branch)
+        assert visits[0].computed
+        runs, longest = 0, 0
+        for visit in visits:
+            runs = 0 if visit.computed else runs + 1
+            longest = max(longest, runs)
+        assert longest <= 2
+        assert len({visit.step for visit in visits}) == len(visits)
+
+
+def test_guidance_off_runs_one_branch(built):
+    tiny, pipe, _ = built
+    plain = run(pipe, **tiny.call(steps=STEPS, guidance=False))
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_threshold": 0.0}):
+        assert torch.equal(run(pipe, **tiny.call(steps=STEPS, guidance=False)), plain)
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_threshold": 0.5}) as cache:
+        held = run(pipe, **tiny.call(steps=STEPS, guidance=False))
+        assert cache.stats().held > 0
+    assert torch.isfinite(held).all()
