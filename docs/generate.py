@@ -133,7 +133,14 @@ def _count(profiles: Sequence[Profile], otherwise: str) -> str:
 
 
 def models_page() -> str:
-    head = ("family", "classes", "TeaCache signals, default first", "TeaCache profiles", "MagCache profiles", "declared")
+    head = (
+        "family",
+        "classes",
+        "TeaCache signals, default first",
+        "TeaCache profiles",
+        "MagCache profiles",
+        "declared",
+    )
     rows = [
         (
             family.name,
@@ -155,18 +162,19 @@ What a trace cannot know is declared per family, and constants that must be meas
 
 ## Families
 
-{len(rows)} families, {sum(len(f.classes) for f in families())} classes. A class that is not in this table is
-traced all the same: its signal is `input`, what enters its first block. Where a profile column is empty, nothing ships and the
-constants are [measured](methods/teacache.md#measuring-coefficients) with your pipeline.
+{len(rows)} families, {sum(len(f.classes) for f in families())} classes. A class that is not in this table is traced all
+the same: its signal is `input`, what enters its first block. Where a profile column is empty, nothing ships and the
+constants are measured with your pipeline: [coefficients](methods/teacache.md#measuring-coefficients) for TeaCache,
+[ratios](methods/magcache.md#calibration) for MagCache.
 
 {table(head, rows)}
 
 ## TeaCache profiles
 
-A profile is chosen by the transformer's class, then by what tells variants of a class apart; `profile="..."` chooses it by
-name. *Least* is the least the [clamped polynomial](methods/teacache.md#clamping) adds in one step: a threshold at or below
-it never holds, and where it is **bold** that is the case at the default of 0.2. *Thresholds* are those its source advises; they have not been
-re-measured here.
+A profile is chosen by the transformer's class, then by what tells variants of a class apart; `profile="..."` chooses
+it by name. *Least* is the least the [clamped polynomial](methods/teacache.md#clamping) adds in one step: a threshold at
+or below it never holds, and where it is **bold** that is so at the default of 0.2. *Thresholds* are those its source
+advises; they have not been measured again here.
 
 {table(TEA_HEAD, (tea_row(p) for p in tea))}
 
@@ -270,7 +278,9 @@ def reference_page() -> str:
         rows = [(f"`{n}`", summary(getattr(module, n), n)) for n in sorted(module.__all__, key=str.lower)]
         parts.append(f"## {name}\n\n{line}\n\n{table(('name', 'what it is'), rows)}\n")
     for title, cls in (("A cache", CacheBackend), ("Its statistics", Stats), ("One generation", GenerationStats)):
-        parts.append(f"## {title}: `{cls.__name__}`\n\n{summary(cls)}\n\n{table(('member', 'what it is'), members(cls))}\n")
+        parts.append(
+            f"## {title}: `{cls.__name__}`\n\n{summary(cls)}\n\n{table(('member', 'what it is'), members(cls))}\n"
+        )
     parts.append(f"## Errors\n\n{inspect.getdoc(importlib.import_module('holdover.errors'))}\n")
     return "\n".join(parts)
 

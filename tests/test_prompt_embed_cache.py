@@ -21,6 +21,7 @@ import pytest
 import torch
 from diffusers import (
     FluxPipeline,
+    FluxTransformer2DModel,
     PixArtSigmaPipeline,
     QwenImagePipeline,
     StableDiffusion3Pipeline,
@@ -77,6 +78,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(256, 4)
+        self.activation: nn.Module = nn.Identity()
         self.register_buffer("shift", torch.zeros(4))
         self.calls = 0
         self.during: Callable[[], Any] | None = None
@@ -85,7 +87,7 @@ class Encoder(nn.Module):
         self.calls += 1
         if self.during is not None:
             self.during()
-        return self.table(torch.tensor(list(text.encode()))) + self.shift
+        return self.activation(self.table(torch.tensor(list(text.encode())))) + self.shift
 
 
 class Tokenizer:
@@ -426,6 +428,10 @@ def replace_layer(p: Pipeline) -> None:
     p.text_encoder.table = nn.Embedding(256, 4).eval()
 
 
+def replace_activation(p: Pipeline) -> None:
+    p.text_encoder.activation = nn.Tanh().eval()
+
+
 def replace_encoder(p: Pipeline) -> None:
     p.text_encoder = Encoder().eval()
 
@@ -467,6 +473,7 @@ CHANGES = [
     load_weights,
     replace_parameter,
     replace_layer,
+    replace_activation,
     replace_encoder,
     edit_buffer,
     convert_dtype,
@@ -525,16 +532,18 @@ def test_no_stale_result_after_a_conversion_between_types_with_the_same_bytes() 
     pipeline.text_encoder.to(torch.float16).table.weight.zero_()
     installed(pipeline)
     pipeline.encode_prompt("a")
-    pipeline.text_encoder.to(torch.bfloat16)
-    assert pipeline.encode_prompt("a")[0].dtype == torch.bfloat16
+    pipeline.text_encoder.table.to(torch.bfloat16)
+    assert same(pipeline.encode_prompt("a"), plain(pipeline, "a"))
 
 
-def test_no_stale_result_when_a_new_encoder_lies_where_the_old_one_lay() -> None:
+def test_no_stale_result_when_a_new_parameter_lies_where_the_old_one_lay() -> None:
     pipeline = Pipeline()
     installed(pipeline, max_size=100)
-    for _ in range(30):
-        del pipeline.text_encoder
-        pipeline.text_encoder = Encoder().eval()
+    for i in range(30):
+        weight = torch.zeros(256, 4)
+        weight[ord("a"), 1] = i  # where no sample is taken
+        pipeline.text_encoder.table.weight = nn.Parameter(weight)
+        del weight
         assert same(pipeline.encode_prompt("a"), plain(pipeline, "a"))
 
 
@@ -565,6 +574,17 @@ def test_autocast_is_part_of_the_key() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert pipeline.encode_prompt("a").dtype == torch.bfloat16
     assert counts(cache) == (0, 2, 0)
+
+
+def test_the_default_dtype_is_part_of_the_key() -> None:
+    pipeline = Returning(lambda: torch.ones(2))
+    installed(pipeline)
+    pipeline.encode_prompt("a")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert pipeline.encode_prompt("a").dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_hit_leaves_the_lora_scale_behind_as_encoding_does() -> None:
@@ -649,6 +669,8 @@ def test_an_entry_made_under_inference_mode_works_under_autograd() -> None:
     cache = installed(pipeline)
     with torch.inference_mode():
         assert pipeline.encode_prompt("a")[0].is_inference()
+    stored = [tensor for entry in cache._entries.values() for tensor in tensors(entry.value)]
+    assert [tensor.is_inference() for tensor in stored] == [False] * 3
     with torch.enable_grad():
         embeds = pipeline.encode_prompt("a")[0]
         weight = torch.ones_like(embeds, requires_grad=True)
@@ -1161,6 +1183,22 @@ def test_what_the_denoising_loop_leaves_on_the_pipeline_does_not_matter() -> Non
     assert counts(cache) == (1, 1, 0)
 
 
+def test_of_the_denoiser_only_the_dtype_matters() -> None:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+    inputs = {"in_channels": 4, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    pipeline = flux()
+    pipeline.transformer = FluxTransformer2DModel(**sizes, **inputs, axes_dims_rope=(4, 4, 8))
+    cache = installed(pipeline)
+    pipeline.encode_prompt("apple", **SHORT)
+    for parameter in pipeline.transformer.parameters():
+        parameter.mul_(2)
+    pipeline.encode_prompt("apple", **SHORT)
+    assert counts(cache) == (1, 1, 0)
+    pipeline.transformer.to(torch.bfloat16)
+    pipeline.encode_prompt("apple", **SHORT)
+    assert counts(cache) == (1, 2, 0)
+
+
 def test_clip_skip_is_part_of_the_key() -> None:
     pipeline = sd3()
     cache = installed(pipeline)
@@ -1176,6 +1214,17 @@ def test_a_token_added_to_the_tokenizer_is_seen() -> None:
     pipeline.tokenizer.add_tokens(["pie"])
     new = pipeline.encode_prompt("apple pie", **SHORT)
     assert same(new, plain(pipeline, "apple pie", **SHORT))
+    assert not same(new, old)
+    assert cache.hits == 0
+
+
+def test_the_padding_side_of_the_tokenizer_is_seen() -> None:
+    pipeline = pixart()
+    cache = installed(pipeline)
+    old = pipeline.encode_prompt("apple", **SHORT)
+    pipeline.tokenizer.padding_side = "left"
+    new = pipeline.encode_prompt("apple", **SHORT)
+    assert same(new, plain(pipeline, "apple", **SHORT))
     assert not same(new, old)
     assert cache.hits == 0
 

@@ -88,46 +88,58 @@ class Record:
 
 
 def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), compare_every: int = 50) -> list[Record]:
-    """The records of a run. What is compared follows a generation of the same pipeline, aborted as often as not."""
+    """The records of a run.
+
+    What is compared follows a generation of the same pipeline, aborted as often as not, under a cache that holds.
+    """
     random = Random(seed)
     states = {name: State.at_rest(name) for name in PIPELINES}
     records: list[Record] = []
     for index in range(generations):
-        compare = (index + 1) % compare_every == 0
+        compare, before = ((index + ahead) % compare_every == 0 for ahead in (1, 2))
         name = records[-1].pipeline if compare and records else random.choice(PIPELINES)
-        states[name] = state = _next_state(random, name, states[name])
-        count = random.randint(*steps)
-        often_aborted = 0.5 if (index + 2) % compare_every == 0 else 0.12
-        often_overridden = 0.6 if name in RESIDENT else 0.25
-        records.append(
-            Record(
-                index,
-                name,
-                count,
-                seed=random.randrange(1000),
-                size=random.randrange(2),
-                guidance=random.random() < 0.8,
-                batch=random.choice((1, 1, 2)) if name in BATCHED else 1,
-                prompt=random.choice(PROMPTS),
-                state=state,
-                override=_override(random, state.cache) if random.random() < often_overridden else None,
-                abort=_abort(random, name, count) if not compare and random.random() < often_aborted else None,
-                again=name not in RESIDENT and random.random() < 0.15,
-                refresh=random.random() < 0.1,
-                compare=compare,
-            )
-        )
+        states[name] = state = _next_state(random, name, states[name], compare, before)
+        records.append(_record(random, index, name, state, random.randint(*steps), compare, before))
     return records
 
 
-def _next_state(random: Random, name: str, state: State) -> State:
-    if name not in RESIDENT and random.random() < 0.35:
-        state = replace(state, cache=_cache(random, name))
+def _record(random: Random, index: int, name: str, state: State, steps: int, compare: bool, before: bool) -> Record:
+    often_aborted = 0.0 if compare else 0.5 if before else 0.12
+    often_overridden = 0.6 if name in RESIDENT else 0.25
+    return Record(
+        index,
+        name,
+        steps,
+        seed=random.randrange(1000),
+        size=random.randrange(2),
+        guidance=random.random() < 0.8,
+        batch=random.choice((1, 1, 2)) if name in BATCHED else 1,
+        prompt=random.choice(PROMPTS),
+        state=state,
+        override=_override(random, state.cache) if random.random() < often_overridden else None,
+        abort=_abort(random, name, steps) if random.random() < often_aborted else None,
+        again=name not in RESIDENT and random.random() < 0.15,
+        refresh=random.random() < 0.1,
+        compare=compare,
+    )
+
+
+def _next_state(random: Random, name: str, state: State, compare: bool, before: bool) -> State:
+    if name not in RESIDENT and not compare:
+        if random.random() < 0.35:
+            state = replace(state, cache=_cache(random, name))
+        while before and not _holds(state.cache):
+            state = replace(state, cache=_cache(random, name))
     if random.random() < 0.3:
         state = replace(state, lora=_lora(random, state.lora))
     if name in WORDS and random.random() < 0.3:
         state = replace(state, prompt_cache=not state.prompt_cache)
     return state
+
+
+def _holds(cache: Cache | None) -> bool:
+    """Whether a cache holds anything, at a guess."""
+    return cache is not None and any(cache["settings"].get(key) for key in ("rel_l1_thresh", "mag_threshold"))
 
 
 def _cache(random: Random, name: str) -> Cache | None:

@@ -17,8 +17,9 @@ from .place import Place
 from .plan import PIPELINES, Record, State
 
 # What may grow between the first and the last third of the samples, with adapters and all but two caches taken off: the
-# allocator's pages, and what diffusers and torch remember of shapes they meet late. Nothing of holdover.
-ALLOWED = {"rss_mb": 24.0, "tensors": 16, "tensor_mb": 0.1, "holdover_objects": 0, "private_classes": 0}
+# allocator's pages, what diffusers remembers of the shapes it has met, and what an aborted generation leaves until the
+# next one begins.
+ALLOWED = {"rss_mb": 16.0, "tensors": 16, "tensor_mb": 0.1, "holdover_objects": 4, "private_classes": 0}
 
 Pending = tuple[Fresh, torch.Tensor, int]  # a picture, how many forwards of it were held, and who makes it again
 
@@ -61,6 +62,7 @@ def soak(plan: Sequence[Record], samples: int = 12, progress: Callable[[Outcome]
     torch.set_num_threads(1)
     outcome, begin = Outcome(), time.perf_counter()
     places = {name: Place(name) for name in PIPELINES}
+    _warm_up(places)
     pending: list[Pending] = []
     every = max(len(plan) // samples, 1)
     for record in plan:
@@ -81,6 +83,15 @@ def soak(plan: Sequence[Record], samples: int = 12, progress: Callable[[Outcome]
             progress(outcome)
     _settle(outcome, pending)
     return outcome
+
+
+def _warm_up(places: dict[str, Place]) -> None:
+    """Meet every shape once, and read the shipped profiles: what is learnt once is no growth."""
+    for name, place in places.items():
+        for size, guidance in ((0, True), (0, False), (1, True), (1, False)):
+            place.generate(Record(-1, name, 3, 0, size=size, guidance=guidance, state=State.at_rest(name)))
+    for method in ("tea_cache", "mag_cache"):
+        places["FluxPipeline"].bring_to(State({"method": method, "settings": {}}))
 
 
 def _at_rest(places: dict[str, Place], index: int) -> Census:

@@ -316,14 +316,11 @@ def test_nearest_ratios_on_the_same_grid_are_the_same(ratios: list[float]) -> No
     assert nearest_ratios(ratios, len(ratios)) == tuple(ratios)
 
 
-PUBLISHED_LENGTHS = sorted({profile.num_inference_steps for profile in shipped("mag_cache")})
-
-
-@pytest.mark.parametrize("count", [1, 4, 8, 16, 20, 24, 25, 28, 30, 35, 40, 45, 50, 60, 100])
-@pytest.mark.parametrize("length", PUBLISHED_LENGTHS)
-def test_nearest_ratios_are_those_of_diffusers_for_common_step_counts(length: int, count: int) -> None:
+@pytest.mark.parametrize("length", sorted({profile.num_inference_steps for profile in shipped("mag_cache")}))
+def test_nearest_ratios_are_those_of_diffusers_for_common_step_counts(length: int) -> None:
     indices = torch.arange(length, dtype=torch.float64)
-    assert list(nearest_ratios(indices.tolist(), count)) == upstream.nearest_interp(indices, count).tolist()
+    for count in (1, 4, 8, 20, 25, 28, 30, 40, 50, 100):
+        assert list(nearest_ratios(indices.tolist(), count)) == upstream.nearest_interp(indices, count).tolist()
 
 
 @pytest.mark.xfail(

@@ -94,6 +94,15 @@ def structure(value: Any) -> Any:
     return type(value).__name__
 
 
+def host_values(value: Any) -> Any:
+    """The flags, numbers and names in a value: what a forward is told by the host, which may tell branches apart."""
+    if isinstance(value, (list, tuple)):
+        return tuple([kept for item in value if (kept := host_values(item)) is not None]) or None
+    if isinstance(value, dict):
+        return tuple([(key, kept) for key, item in value.items() if (kept := host_values(item)) is not None]) or None
+    return value if isinstance(value, (bool, int, str)) else None
+
+
 def shapes(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Shape, dtype and device of every tensor argument: held results fit only where these are the same."""
     return tuple([(t.shape, t.dtype, t.device) for t in tensors_in(dict(arguments))])

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import HoldoverWarning
 from ..grid import Grid
-from ..models.arguments import shapes, structure
+from ..models.arguments import host_values, shapes, structure
 from ..models.family import Signal
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
@@ -151,7 +151,7 @@ class Engine:
     def _governed(self, unit: Unit, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
         arguments = unit.arguments.of_call(args, kwargs)
         kind = structure(arguments)
-        step, branch = self._arrive(unit, arguments, kind)
+        step, branch = self._arrive(unit, arguments)
         generation, method = self._generation, self._generation.method
         watch = Stopwatch(unit.device)
         reason = unit.family.must_compute(arguments) if method.holds else ASKED.reason
@@ -163,11 +163,12 @@ class Engine:
         generation.stats.visits.append(Visit(unit.name, branch, step, decision.compute, decision.reason, watch.stop()))
         return outcome.output
 
-    def _arrive(self, unit: Unit, arguments: Kwargs, kind: Any) -> tuple[int, str]:
+    def _arrive(self, unit: Unit, arguments: Kwargs) -> tuple[int, str]:
         """The step and branch of a forward; begins a generation where the step shows that one has begun."""
         self._clock.watch()
         timestep, runs_up = unit.arguments.timestep(arguments), unit.family.time_runs_up
-        conditioning = unit.arguments.conditioning(arguments) if unit.hint.name is None else ()
+        named = unit.hint.name is not None
+        clues = ((), None) if named else (unit.arguments.conditioning(arguments), host_values(arguments))
         if self._clock.running:
             step = self._clock.step(unit.hint, timestep, runs_up)
             if step < self._generation.step:
@@ -175,7 +176,7 @@ class Engine:
             whole = self._clock.grid.between(step, self._clock.grid.last)
         else:
             step = self._bare.step(unit.hint, timestep)
-            label = self._generation.branches(unit).label(unit.hint.name, conditioning, kind)
+            label = self._generation.branches(unit).label(unit.hint.name, *clues)
             if self._generation.branches(unit).visited(label, step):
                 self._bare.restart()  # the same branch at the same step again: a new generation began
                 step = self._bare.step(unit.hint, timestep)
@@ -184,7 +185,7 @@ class Engine:
         generation.step = step
         generation.grid(unit, whole, self.pipeline)
         branches = generation.branches(unit)
-        return step, branches.arrive(branches.label(unit.hint.name, conditioning, kind), step)
+        return step, branches.arrive(branches.label(unit.hint.name, *clues), step)
 
     def _bare_grid(self, unit: Unit) -> Grid:
         method = self._generation.method

@@ -144,7 +144,7 @@ class BlockStandIn:
     def __init__(self, running: Pass, blocks: str, index: int, block: nn.Module) -> None:
         self._running, self._blocks, self._index, self._block = running, blocks, index, block
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._running.call(self._blocks, self._index, self._block, args, kwargs)
 

@@ -1,0 +1,74 @@
+"""What importing holdover costs beside torch and diffusers: `python -m benchmarks.import_time`.
+
+Each statement runs in processes of its own, in turns; the best counts, less that of a bare interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from .report import provenance, save, table
+
+BASE = "import torch, diffusers; diffusers.FluxPipeline"
+STATEMENTS = {
+    "nothing": "pass",
+    "torch, diffusers": BASE,
+    "torch, diffusers, holdover": f"{BASE}; import holdover",
+    "torch, diffusers, every name of holdover": f"{BASE}; from holdover import *",
+    "holdover": "import holdover",
+    "holdover --help": "import sys; sys.argv = ['holdover', '--help']; from holdover.cli import main; main()",
+}
+LISTS_HEAVY = "; import sys; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
+
+
+def seconds(statement: str) -> float:
+    """How long a process takes that runs this and nothing else."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def heavy_modules(statement: str) -> list[str]:
+    """Which of torch and diffusers the statement imports; it may exit, as a command does."""
+    ran = f"try:\n {statement}\nexcept SystemExit: pass\n{LISTS_HEAVY[2:]}"
+    output = subprocess.run([sys.executable, "-c", ran], check=True, capture_output=True, text=True).stdout
+    listed: list[str] = json.loads(output.splitlines()[-1].replace("'", '"'))
+    return listed
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """The best time of each statement."""
+    best = dict.fromkeys(STATEMENTS, float("inf"))
+    for _ in range(repeats):
+        for name, statement in STATEMENTS.items():
+            best[name] = min(best[name], seconds(statement))
+    own = {name: best[name] - best["nothing"] for name in STATEMENTS}
+    base = own["torch, diffusers"]
+    return {
+        "seconds": {name: round(value, 3) for name, value in own.items()},
+        "interpreter_seconds": round(best["nothing"], 3),
+        "holdover_over_base": round(own["torch, diffusers, holdover"] / base - 1, 4),
+        "every_name_over_base": round(own["torch, diffusers, every name of holdover"] / base - 1, 4),
+        "imported_by_holdover": heavy_modules(STATEMENTS["holdover"]),
+        "imported_by_help": heavy_modules(STATEMENTS["holdover --help"]),
+    }
+
+
+def main() -> None:
+    """Measure, write the result, print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.import_time", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    figures = provenance() | {"repeats": options.repeats} | measure(options.repeats)
+    save("import_time", figures)
+    print(table([["imported", "seconds"], *([name, value] for name, value in figures["seconds"].items())]))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

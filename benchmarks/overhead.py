@@ -1,0 +1,215 @@
+"""What holdover costs on the host: a held forward beside a computed one, and what a computed one pays extra.
+
+Tiny models on one CPU thread, where the host's work weighs most. Seconds are CPU time of that thread, so that a shared
+machine does not disturb them; the pipelines that are compared take turns. `python -m benchmarks.overhead`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+import holdover
+from tiny.pipelines import PIPELINES, run
+from tiny.pipelines_image import FLUX_FLOW, flow, model, noise, pipeline
+
+from .report import provenance, save, table
+
+STEPS = 28
+SEAMLESS = 1e9  # a threshold that nothing passes
+Build = Callable[[], Any]
+Call = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on a model, set so that it computes as little as it may; `threshold` at 0 makes it compute all."""
+
+    name: str
+    build: Build
+    call: Call
+    method: str
+    threshold: str
+    settings: dict[str, Any]
+
+
+def small_flux() -> Any:
+    """FLUX of 4 + 8 blocks and width 128."""
+    sizes = {"num_layers": 4, "num_single_layers": 8, "attention_head_dim": 32, "num_attention_heads": 4}
+    text = {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (8, 12, 12)}
+    transformer = model(diffusers.FluxTransformer2DModel, **sizes, **text, in_channels=16, guidance_embeds=True)
+    return pipeline(diffusers.FluxPipeline, transformer=transformer, scheduler=flow(**FLUX_FLOW))
+
+
+def small_flux_call() -> dict[str, Any]:
+    common = {"num_inference_steps": STEPS, "generator": torch.Generator().manual_seed(0), "output_type": "latent"}
+    return common | {
+        "prompt_embeds": noise(1, 64, 64, seed=1),
+        "pooled_prompt_embeds": noise(1, 32, seed=2),
+        "height": 128,
+        "width": 128,
+    }
+
+
+def cases() -> list[Case]:
+    mag = ("mag_cache", "mag_threshold", {"mag_ratios": [1.0], "mag_max_skip_steps": STEPS, "mag_retention_ratio": 0.0})
+    tea = ("tea_cache", "rel_l1_thresh", {"coefficients": [1.0, 0.0]})
+    models: list[tuple[str, Build, Call, tuple[Any, ...]]] = []
+    for name in ("FluxPipeline", "CogVideoXPipeline", "WanPipeline"):
+        entry = PIPELINES[name]
+        label = f"{entry.name.removesuffix('Pipeline')} tiny"
+        methods = (mag, tea) if name == "FluxPipeline" else (tea,)
+        models.append((label, entry.build, lambda entry=entry: entry.call(steps=STEPS), methods))
+    models.insert(1, ("Flux 4+8, 128 wide", small_flux, small_flux_call, (mag, tea)))
+    return [
+        Case(f"{label}, {method}", build, call, method, threshold, settings)
+        for label, build, call, methods in models
+        for method, threshold, settings in methods
+    ]
+
+
+class Timed:
+    """Stands in for a pipeline's transformer and times its forwards from outside."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
+        self.seconds: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.thread_time()
+        output = self._transformer(*args, **kwargs)
+        self.seconds.append(time.thread_time() - begin)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformer, name)
+
+
+@contextmanager
+def timed(pipe: Any) -> Iterator[Timed]:
+    """Time the forwards of the generations inside; put on past the pipeline's own __setattr__."""
+    transformer = pipe.transformer
+    vars(pipe)["transformer"] = stand_in = Timed(transformer)
+    try:
+        yield stand_in
+    finally:
+        vars(pipe)["transformer"] = transformer
+
+
+def generation(pipe: Any, call: Call) -> tuple[list[float], float]:
+    """The seconds of each forward of one generation, and of all of it."""
+    with timed(pipe) as transformer:
+        begin = time.thread_time()
+        run(pipe, **call())
+        return transformer.seconds, time.thread_time() - begin
+
+
+def without_blocks(pipe: Any) -> Any:
+    """The pipeline with empty lists of blocks: what runs on every held step, whoever holds it."""
+    for name, child in list(pipe.transformer.named_children()):
+        if isinstance(child, nn.ModuleList):
+            setattr(pipe.transformer, name, nn.ModuleList())
+    return pipe
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """All figures of one case, the four pipelines taking turns."""
+    pipes = {"plain": case.build(), "computed": case.build(), "held": case.build()}
+    pipes["live"] = without_blocks(case.build())
+    holdover.enable(pipes["computed"], case.method, **case.settings | {case.threshold: 0.0})
+    cache = holdover.enable(pipes["held"], case.method, **case.settings | {case.threshold: SEAMLESS})
+    forwards: dict[str, list[float]] = {kind: [] for kind in pipes}
+    wholes: dict[str, list[float]] = {kind: [] for kind in pipes}
+    for repeat in range(repeats + 1):
+        for kind, pipe in pipes.items():
+            seconds, whole = generation(pipe, case.call)
+            if repeat == 0:
+                continue  # traces, checks, warms up
+            last = cache.stats().last
+            wanted = [not v.computed for v in last.visits] if kind == "held" and last else [True] * len(seconds)
+            forwards[kind] += [s for s, wants in zip(seconds, wanted, strict=True) if wants]
+            wholes[kind].append(whole)
+    times = {kind: median(seconds) for kind, seconds in forwards.items()}
+    plain, calls = times["plain"], len(forwards["plain"]) / repeats
+    return {
+        "case": case.name,
+        "forward_ms": {kind: round(seconds * 1e3, 4) for kind, seconds in times.items()},
+        "held_over_plain": round(times["held"] / plain, 4),
+        "live_over_plain": round(times["live"] / plain, 4),
+        "host_us_per_held_forward": round((times["held"] - times["live"]) * 1e6, 1),
+        "added_us_per_computed_forward": round((times["computed"] - plain) * 1e6, 1),
+        "added_us_per_forward_of_the_whole_generation": round(
+            (median(wholes["computed"]) - median(wholes["plain"])) / calls * 1e6, 1
+        ),
+        "first_generation_extra_forwards": round(first_extra(case, pipes["plain"]) / plain, 2),
+        "forwards_held": f"{len(forwards['held']) / repeats:g} of {calls:g}",
+    }
+
+
+def first_extra(case: Case, pipe: Any, repeats: int = 5) -> float:
+    """What the first generation after `enable` takes beyond the next: the trace and the replay check."""
+    extra = []
+    for _ in range(repeats):
+        with holdover.enable(pipe, case.method, **case.settings | {case.threshold: 0.0}):
+            first, second = (generation(pipe, case.call)[1] for _ in range(2))
+        extra.append(first - second)
+    return median(extra)
+
+
+def profile(case: Case, generations: int = 20) -> None:
+    """Where the host time of held forwards goes."""
+    pipe = case.build()
+    with holdover.enable(pipe, case.method, **case.settings | {case.threshold: SEAMLESS}):
+        run(pipe, **case.call())
+        profiler = cProfile.Profile()
+        for _ in range(generations):
+            call = case.call()
+            profiler.runcall(run, pipe, **call)
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(30)
+
+
+def main() -> None:
+    """Measure, write the result, print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=30, help="generations of each kind in each case")
+    parser.add_argument(
+        "--profile", type=int, default=None, metavar="CASE", help="profile this case (0, 1, ...) instead"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.profile is not None:
+        profile(cases()[options.profile])
+        return
+    measured = [measure(case, options.repeats) for case in cases()]
+    figures = provenance() | {"steps": STEPS, "repeats": options.repeats, "cases": measured}
+    save("overhead_cpu", figures)
+    head = ["ms a forward", "plain", "computed", "added us", "held", "live", "held/plain", "first, forwards"]
+    rows = [
+        [
+            c["case"],
+            *(c["forward_ms"][kind] for kind in ("plain", "computed")),
+            c["added_us_per_computed_forward"],
+            *(c["forward_ms"][kind] for kind in ("held", "live")),
+            f"{c['held_over_plain']:.1%}",
+            c["first_generation_extra_forwards"],
+        ]
+        for c in measured
+    ]
+    print(table([head, *rows]))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

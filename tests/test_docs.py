@@ -1,0 +1,204 @@
+"""The documentation says what is: its code runs, its output is what is printed, its tables and paths are current."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import diffusers.utils.logging
+import pytest
+import torch
+import transformers.utils.logging
+
+import holdover
+from holdover import selector
+from holdover.magcache import strategy
+from holdover.models import extractors, registry
+from tiny.prompted import prompted_flux, prompted_wan
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+PIPELINES = {"pipe": prompted_flux, "wan": prompted_wan}
+
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SECONDS = re.compile(r"\d+\.\d\d s\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page; `printed` is the text block right below a Python block, if there is one."""
+
+    language: str
+    text: str
+    line: int
+    printed: str | None = None
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    found = list(FENCE.finditer(text))
+    result = []
+    for i, fence in enumerate(found):
+        below = next(iter(found[i + 1 :]), None)
+        shown = below is not None and below[1] == "text" and not text[fence.end() : below.start()].strip()
+        printed = below[2] if below is not None and shown else None
+        result.append(Block(fence[1], fence[2], text.count("\n", 0, fence.start(2)), printed))
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What a page registers is gone after it, what it writes goes to a temporary folder, and libraries are quiet."""
+    for module, name in (
+        (selector, "BACKENDS"),
+        (registry, "_registered"),
+        (extractors, "EXTRACTOR_REGISTRY"),
+        (strategy, "_strategies"),
+    ):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    monkeypatch.chdir(tmp_path)
+    levels = diffusers.utils.logging.get_verbosity(), transformers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+    diffusers.utils.logging.set_verbosity(levels[0])
+    transformers.utils.logging.set_verbosity(levels[1])
+
+
+@pytest.fixture
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module to run a page in, because dataclasses and the selector look their module up by name."""
+    name = "page_" + re.sub(r"\W", "_", request.node.callspec.id)
+    made = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_python_block_runs_and_prints_what_the_page_says(
+    page: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = [block for block in blocks(page) if block.language == "python"]
+    if not python:
+        pytest.skip(f"{page.name} has no Python block")
+    # A page says `compile`; that the compiler makes machine code of it is not what is tested.
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile_(*args, **{"backend": "eager"} | kwargs))
+    source = "\n".join(block.text for block in python)
+    namespace = vars(module)
+    namespace.update({name: make() for name, make in PIPELINES.items() if re.search(rf"\b{name}\b", source)})
+    torch.manual_seed(0)
+    for block in python:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
+        if block.printed is not None:
+            assert_printed(block.printed, printed.getvalue(), f"{page.name}:{block.line}")
+
+
+def assert_printed(wanted: str, got: str, where: str) -> None:
+    """Equal but for seconds; `...` stands for anything."""
+    wanted, got = SECONDS.sub("# s", wanted), SECONDS.sub("# s", got)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(wanted, got, options), f"{where} prints\n{got}\ninstead of\n{wanted}"
+
+
+def commands() -> list[str]:
+    """Every distinct `holdover ...` line of the shell blocks, without its comment."""
+    lines = [
+        line.partition("#")[0].strip()
+        for page in PAGES
+        for block in blocks(page)
+        if block.language in ("sh", "bash", "shell", "console")
+        for line in block.text.splitlines()
+    ]
+    return sorted({line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").startswith("holdover ")})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_the_command_line_works(command: str) -> None:
+    program = Path(sys.executable).with_name("holdover")
+    done = subprocess.run([program, *command.split()[1:]], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_some_commands_are_shown() -> None:
+    assert {"holdover methods", "holdover info"} <= set(commands())
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_tables_taken_from_the_code_are_not_stale() -> None:
+    stale = [
+        str(path.relative_to(ROOT)) for path, text in generator().pages().items() if path.read_text("utf-8") != text
+    ]
+    assert not stale, f"run `python docs/generate.py`: {stale}"
+
+
+def test_the_reference_names_everything_public() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    assert [name for name in holdover.__all__ if f"`{name}`" not in reference] == []
+
+
+def test_files_that_are_named_exist() -> None:
+    """`runtime/clock.py` and the like, seen from the package or from the repository."""
+    missing = []
+    for page in (*PAGES, *sorted((ROOT / "docs" / "assets").glob("*.svg"))):
+        for named in set(re.findall(r"(?<![\w/.-])(?:\w+/)+\w+\.py\b(?!:)", page.read_text("utf-8"))):
+            if page.name != "models.md" and not any((ROOT / place / named).exists() for place in ("", "src/holdover")):
+                missing.append(f"{page.name}: {named}")
+    assert missing == []
+
+
+def test_the_tree_in_the_readme_names_every_package_and_module() -> None:
+    tree = next(b.text for b in blocks(ROOT / "README.md") if b.text.startswith("src/holdover/"))
+    package = ROOT / "src" / "holdover"
+    folders = [f"{p.name}/" for p in package.iterdir() if p.is_dir() and (p / "__init__.py").exists()]
+    files = [p.name for p in package.glob("*.py")]
+    assert [name for name in (*folders, *files) if name not in tree] == []
+
+
+def test_links_in_the_readme_and_contributing_lead_somewhere() -> None:
+    dead = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+            if not target.startswith("http") and not (page.parent / target).exists():
+                dead.append(f"{page.name}: {target}")
+    assert dead == []
+
+
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
+    reason = "mkdocs is not installed: pip install 'holdover[docs]'"
+    pytest.importorskip("mkdocs", reason=reason)
+    pytest.importorskip("material", reason=reason)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*build, "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the page for what is not found
+    fetched = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?https?://[^>]*>""")
+    assert [match for page in pages for match in fetched.findall(page.read_text("utf-8"))] == []

@@ -1,0 +1,256 @@
+"""What other caches get wrong, each a case here. A test's name is the case."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+import holdover
+from holdover.models.arguments import tensors_in
+from tiny.models import MODELS, with_timestep
+from tiny.pipelines import PIPELINES, run
+
+MAG = {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5, "mag_max_skip_steps": 2, "num_inference_steps": 12}
+
+
+def first(output):
+    return next(tensors_in(output))
+
+
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinPipeline"])
+def test_flux2_held_step_is_not_a_bypass_of_the_transformer(name):
+    """Its blocks take image and text apart and return them joined: a residual of mismatched shapes would be dropped."""
+    tiny = PIPELINES[name]
+    pipe = tiny.build()
+    plain = run(pipe, **tiny.call(steps=12))
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_max_skip_steps": 1}) as cache:
+        held = run(pipe, **tiny.call(steps=12))
+        report = cache.engine.units[0].report
+        held_steps = cache.stats().held
+    assert held_steps > 0
+    assert report.max_error < 1e-5
+    zeroed = tiny.build()
+    for block in (*zeroed.transformer.transformer_blocks, *zeroed.transformer.single_transformer_blocks):
+        for parameter in block.parameters():
+            parameter.data.zero_()
+    bypass = run(zeroed, **tiny.call(steps=12))
+    assert (held - plain).norm() < 0.5 * (bypass - plain).norm()
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_branches_never_share_a_state(branches):
+    """One model with one cache does for each branch what a copy of the model with a cache of its own would do."""
+    tiny = MODELS["FluxTransformer2DModel"]
+    words = [tiny.inputs(seed=seed) for seed in range(branches)]
+    model = tiny.build()
+    copies = [copy.deepcopy(model) for _ in words]
+
+    def guided(models):
+        latent = words[0]["hidden_states"]
+        for i in range(12):
+            outputs = []
+            for each, inputs in zip(models, words, strict=True):
+                now = with_timestep(tiny, {**inputs, "hidden_states": latent}, 1 - i / 12)
+                outputs.append(first(each(**now)))
+            latent = latent - sum((-1) ** j * (2 - j) * output for j, output in enumerate(outputs)) / 12
+        return latent
+
+    with torch.no_grad():
+        caches = [holdover.enable(each, "mag_cache", **MAG) for each in copies]
+        apart = guided(copies)
+        for cache in caches:
+            cache.disable()
+        with holdover.enable(model, "mag_cache", **MAG) as cache:
+            together = guided([model] * branches)
+            assert len(cache.stats().last.branches) == branches
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("name", ["ChromaPipeline", "Lumina2Pipeline", "LongCatImagePipeline", "Flux2KleinPipeline"])
+def test_guidance_is_not_cancelled(name):
+    """Held guidance stays near computed guidance, and far from no guidance at all."""
+    tiny = PIPELINES[name]
+    pipe = tiny.build()
+    plain = run(pipe, **tiny.call(steps=12))
+    unguided = run(pipe, **tiny.call(steps=12, guidance=False))
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_max_skip_steps": 1}) as cache:
+        held = run(pipe, **tiny.call(steps=12))
+        assert len(cache.stats().last.branches) == 2
+    assert (held - plain).norm() < (held - unguided).norm()
+
+
+REPLAYED = [
+    "FluxTransformer2DModel[controlnet]",
+    "FluxTransformer2DModel[controlnet_full]",
+    "QwenImageTransformer2DModel[controlnet]",
+    "SD3Transformer2DModel[controlnet]",
+    "SanaTransformer2DModel[controlnet]",
+    "WanVACETransformer3DModel",
+    "WanVACETransformer3DModel[scales]",
+]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_controlnet_and_vace_hints_are_not_counted_twice(name):
+    tiny = MODELS[name]
+    model = tiny.build()
+    inputs = with_timestep(tiny, tiny.inputs(), 1.0)
+    with torch.no_grad():
+        plain = first(model(**inputs))
+        with holdover.enable(model, "mag_cache", **MAG) as cache:
+            outputs = []
+            for step in range(3):
+                with model.cache_context("cond", step_index=step):
+                    outputs.append(first(model(**inputs)))
+            assert cache.stats().last.trace("cond") == "Chh"
+            assert cache.engine.units[0].report.max_error < 1e-5
+    assert torch.equal(outputs[0], plain)
+    for held in outputs[1:]:
+        assert torch.allclose(held, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_controlnet_that_ends_during_a_generation():
+    """Without the ControlNet's residuals the forward takes another path; what was held does not belong there."""
+    tiny = MODELS["FluxTransformer2DModel[controlnet]"]
+    model = tiny.build()
+    inputs = tiny.inputs()
+    without = {k: v for k, v in inputs.items() if "controlnet" not in k}
+    with torch.no_grad(), holdover.enable(model, "mag_cache", **MAG) as cache:
+        for i in range(12):
+            model(**with_timestep(tiny, inputs if i < 7 else without, 1 - i / 12))
+        visits = cache.stats().last.visits
+    assert visits[7].computed
+    assert "another shape" in visits[7].reason
+    assert not visits[8].computed
+
+
+def test_step_count_is_not_frozen_at_enable():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "mag_cache", num_inference_steps=28) as cache:
+        run(pipe, **tiny.call(steps=50))
+        assert [v.step for v in cache.stats().last.visits] == list(range(50))
+        cache.refresh(pipe, 28)
+        run(pipe, **tiny.call(steps=50))
+        assert [v.step for v in cache.stats().last.visits] == list(range(50))
+
+
+def test_request_2_does_not_start_with_request_1s_residual():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_retention_ratio": 0.0}) as cache:
+        run(pipe, **tiny.call(steps=12, seed=1))
+        second = run(pipe, **tiny.call(steps=12, seed=2))
+        assert cache.stats().last.visits[0].computed
+    fresh = tiny.build()
+    with holdover.enable(fresh, "mag_cache", **{**MAG, "mag_retention_ratio": 0.0}):
+        assert torch.equal(second, run(fresh, **tiny.call(steps=12, seed=2)))
+
+
+@pytest.mark.parametrize("change", ["batch", "resolution"])
+def test_batch_or_resolution_change_during_a_run_is_computed_not_broadcast(change):
+    tiny = MODELS["FluxTransformer2DModel"]
+    model = tiny.build()
+    before = tiny.inputs(batch=2)
+    after = tiny.inputs(batch=1) if change == "batch" else tiny.inputs(batch=2, size=1)
+    with torch.no_grad():
+        expected = first(model(**with_timestep(tiny, after, 0.9)))
+        with holdover.enable(model, "mag_cache", **MAG) as cache:
+            with model.cache_context("cond", step_index=0):
+                model(**with_timestep(tiny, before, 1.0))
+            with model.cache_context("cond", step_index=1):
+                output = first(model(**with_timestep(tiny, after, 0.9)))
+            assert cache.stats().last.trace("cond") == "CC"
+    assert torch.equal(output, expected)
+
+
+def test_polynomial_that_can_never_hold_is_said_at_enable():
+    pipe = PIPELINES["StableAudioPipeline"].build()
+    with pytest.warns(holdover.HoldoverWarning, match="can never hold"):
+        holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.2).disable()
+    flux = PIPELINES["FluxPipeline"].build()
+    with pytest.warns(holdover.HoldoverWarning, match=r"at least 0\.18"):
+        holdover.enable(flux, "tea_cache", rel_l1_thresh=0.15).disable()
+
+
+def test_second_expert_is_cached_whatever_the_config_says():
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    for boundary in (0.9, 0.5):
+        pipe = tiny.build()
+        pipe.register_to_config(boundary_ratio=boundary)
+        with holdover.enable(pipe, "mag_cache", **MAG) as cache:
+            run(pipe, **tiny.call(steps=12))
+            held = cache.stats().last.held
+        assert held["transformer_2/cond"] > 0
+        assert held["transformer_2/uncond"] > 0
+
+
+def test_disabling_one_of_two_pipelines_leaves_the_other():
+    tiny = PIPELINES["FluxPipeline"]
+    one, two = tiny.build(), tiny.build()
+    caches = [holdover.enable(pipe, "mag_cache", **MAG) for pipe in (one, two)]
+    expected = run(two, **tiny.call(steps=12))
+    caches[0].disable()
+    assert torch.equal(run(two, **tiny.call(steps=12)), expected)
+    assert torch.equal(run(one, **tiny.call(steps=12)), run(tiny.build(), **tiny.call(steps=12)))
+    caches[1].disable()
+    assert "__call__" in vars(FluxPipeline)
+
+
+def test_reenabling_with_other_settings_takes_effect():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    traces = []
+    for skips in (1, 3):
+        with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_max_skip_steps": skips}) as cache:
+            run(pipe, **tiny.call(steps=12))
+            traces.append(cache.stats().last.trace("cond"))
+    assert traces == ["ChChChChChCh", "ChhhChhhChhh"]
+
+
+@pytest.mark.parametrize(
+    ("method", "typo", "meant"),
+    [
+        ("mag_cache", "mag_treshold", "mag_threshold"),
+        ("tea_cache", "rel_l1_tresh", "rel_l1_thresh"),
+        ("mag_cache", "max_skip_steps", "mag_max_skip_steps"),
+    ],
+)
+def test_typos_in_settings_are_errors_that_name_the_right_one(method, typo, meant):
+    pipe = PIPELINES["FluxPipeline"].build()
+    with pytest.raises(holdover.ConfigError, match=meant):
+        holdover.enable(pipe, method, **{typo: 1})
+    with pytest.raises(holdover.ConfigError, match="tea_cache"):
+        holdover.enable(pipe, "teacache")
+
+
+def test_another_hook_on_the_transformer_survives_our_coming_and_going():
+    """Hooks of others, put on before or after, stay where they are."""
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    seen = []
+    before = pipe.transformer.register_forward_hook(lambda *_: seen.append("before"))
+    cache = holdover.enable(pipe, "mag_cache", **MAG)
+    after = pipe.transformer.register_forward_hook(lambda *_: seen.append("after"))
+    run(pipe, **tiny.call(steps=4))
+    cache.disable()
+    seen.clear()
+    run(pipe, **tiny.call(steps=4))
+    assert seen == ["before", "after"] * 4
+    before.remove()
+    after.remove()
+
+
+def test_ratios_of_another_length_belong_to_that_many_steps():
+    """A list of 28 for a run of 50 is taken over the whole run, not read past its end."""
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    ratios = [1.0] + [1.2] * 4 + [1.001] * 23
+    with holdover.enable(pipe, "mag_cache", mag_ratios=ratios, mag_retention_ratio=0.0, mag_threshold=0.1) as cache:
+        run(pipe, **tiny.call(steps=50))
+        trace = cache.stats().last.trace("cond")
+    assert "h" not in trace[1:6]
+    assert trace[10:].count("h") > 25
