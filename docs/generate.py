@@ -78,6 +78,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def code(words: Iterable[Any]) -> str:
+    """Names, set as code."""
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -133,27 +134,25 @@ def _count(profiles: Sequence[Profile], otherwise: str) -> str:
 
 
 def models_page() -> str:
-    head = (
-        "family",
-        "classes",
-        "TeaCache signals, default first",
-        "TeaCache profiles",
-        "MagCache profiles",
-        "declared",
-    )
+    head = ("family", "classes", "signals, default first", "TeaCache", "MagCache", "declared beside the signal")
     rows = [
         (
             family.name,
-            code(family.classes),
+            "<br>".join(f"`{name}`" for name in family.classes),
             signals(family),
-            code(p.name for p in profiles_of(family, "tea_cache")),
-            code(p.name for p in profiles_of(family, "mag_cache")),
+            _count(profiles_of(family, "tea_cache"), ""),
+            _count(profiles_of(family, "mag_cache"), ""),
             declared(family),
         )
         for family in families()
     ]
     tea, mag = shipped("tea_cache"), shipped("mag_cache")
-    return f"""{NOTICE}
+    return f"""---
+hide:
+  - navigation
+---
+
+{NOTICE}
 
 # Models
 
@@ -227,11 +226,8 @@ def mag_row(profile: MagCacheProfile) -> Sequence[str]:
 
 def chosen(profile: Profile) -> str:
     matches = [f"`{key}` is set" if value == "*" else f"`{key}` is `{value}`" for key, value in profile.match]
-    return f"`{profile.transformer_class}`" + "".join(f", {m}" for m in matches) + _in_pipelines(profile)
-
-
-def _in_pipelines(profile: Profile) -> str:
-    return f", in {code(profile.pipelines)}" if profile.pipelines else ""
+    pipelines = [f"in {code(profile.pipelines)}"] if profile.pipelines else []
+    return "<br>".join([f"`{profile.transformer_class}`", *matches, *pipelines])
 
 
 def source(profile: Profile) -> str:

@@ -11,6 +11,7 @@ from diffusers import MagCacheConfig as Theirs
 
 import holdover
 from holdover.magcache import (
+    FluxMagCacheStrategy,
     MagCacheStrategy,
     TransformerBlockMetadata,
     register_strategy,

@@ -22,6 +22,7 @@ from .clock import NO_HINT, Hint
 from .passes import Pass
 from .replay import ReplayReport
 
+untraced: Any = torch.compiler.disable
 Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -125,7 +126,7 @@ class Unit:
             return part if self.running is not None else nn.ModuleList(part)
 
         # A compiler that traces the whole model stops here and goes on inside the blocks.
-        return {"__iter__": torch.compiler.disable(iter_), "__getitem__": torch.compiler.disable(getitem)}
+        return {"__iter__": untraced(iter_), "__getitem__": untraced(getitem)}
 
     def run(self, pass_: Pass, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the transformer's own forward with a pass answering its block calls."""
@@ -144,7 +145,7 @@ class BlockStandIn:
     def __init__(self, running: Pass, blocks: str, index: int, block: nn.Module) -> None:
         self._running, self._blocks, self._index, self._block = running, blocks, index, block
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @untraced(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._running.call(self._blocks, self._index, self._block, args, kwargs)
 
