@@ -130,41 +130,49 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     pipes["live"] = without_blocks(case.build())
     holdover.enable(pipes["computed"], case.method, **case.settings | {case.threshold: 0.0})
     cache = holdover.enable(pipes["held"], case.method, **case.settings | {case.threshold: SEAMLESS})
-    forwards: dict[str, list[float]] = {kind: [] for kind in pipes}
+    forwards: dict[str, list[float]] = {kind: [] for kind in pipes}  # the median of each generation
     wholes: dict[str, list[float]] = {kind: [] for kind in pipes}
     for repeat in range(repeats + 1):
         for kind, pipe in pipes.items():
             seconds, whole = generation(pipe, case.call)
             if repeat == 0:
                 continue  # traces, checks, warms up
-            last = cache.stats().last
-            wanted = [not v.computed for v in last.visits] if kind == "held" and last else [True] * len(seconds)
-            forwards[kind] += [s for s, wants in zip(seconds, wanted, strict=True) if wants]
-            wholes[kind].append(whole)
-    times = {kind: median(seconds) for kind, seconds in forwards.items()}
-    plain, calls = times["plain"], len(forwards["plain"]) / repeats
+            visits = cache.stats().generations[-1].visits
+            held = [s for s, visit in zip(seconds, visits, strict=True) if not visit.computed]
+            forwards[kind].append(median(held if kind == "held" else seconds))
+            wholes[kind].append(whole / len(seconds))
     return {
         "case": case.name,
-        "forward_ms": {kind: round(seconds * 1e3, 4) for kind, seconds in times.items()},
-        "held_over_plain": round(times["held"] / plain, 4),
-        "live_over_plain": round(times["live"] / plain, 4),
-        "host_us_per_held_forward": round((times["held"] - times["live"]) * 1e6, 1),
-        "added_us_per_computed_forward": round((times["computed"] - plain) * 1e6, 1),
-        "added_us_per_forward_of_the_whole_generation": round(
-            (median(wholes["computed"]) - median(wholes["plain"])) / calls * 1e6, 1
-        ),
-        "first_generation_extra_forwards": round(first_extra(case, pipes["plain"]) / plain, 2),
-        "forwards_held": f"{len(forwards['held']) / repeats:g} of {calls:g}",
+        **figures_of({kind: median(values) for kind, values in forwards.items()}),
+        "quietest": figures_of({kind: min(values) for kind, values in forwards.items()}),
+        "added_us_per_forward_of_the_whole_generation": micro(median(wholes["computed"]) - median(wholes["plain"])),
+        "first_generation_extra_forwards": round(first_extra(case, pipes["plain"]), 2),
+        "forwards_held": f"{len(held)} of {len(seconds)}",
     }
 
 
-def first_extra(case: Case, pipe: Any, repeats: int = 5) -> float:
-    """What the first generation after `enable` takes beyond the next: the trace and the replay check."""
+def figures_of(times: dict[str, float]) -> dict[str, Any]:
+    """What four times of a forward say."""
+    return {
+        "forward_ms": {kind: round(seconds * 1e3, 4) for kind, seconds in times.items()},
+        "held_over_plain": round(times["held"] / times["plain"], 4),
+        "live_over_plain": round(times["live"] / times["plain"], 4),
+        "host_us_per_held_forward": micro(times["held"] - times["live"]),
+        "added_us_per_computed_forward": micro(times["computed"] - times["plain"]),
+    }
+
+
+def micro(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def first_extra(case: Case, pipe: Any, repeats: int = 9) -> float:
+    """What the first forward after `enable` takes beyond a usual one, in usual ones: the trace and the replay check."""
     extra = []
     for _ in range(repeats):
         with holdover.enable(pipe, case.method, **case.settings | {case.threshold: 0.0}):
-            first, second = (generation(pipe, case.call)[1] for _ in range(2))
-        extra.append(first - second)
+            first, *others = generation(pipe, case.call)[0]
+        extra.append(first / median(others) - 1)
     return median(extra)
 
 
@@ -173,7 +181,7 @@ def profile(case: Case, generations: int = 20) -> None:
     pipe = case.build()
     with holdover.enable(pipe, case.method, **case.settings | {case.threshold: SEAMLESS}):
         run(pipe, **case.call())
-        profiler = cProfile.Profile()
+        profiler = cProfile.Profile(time.thread_time)
         for _ in range(generations):
             call = case.call()
             profiler.runcall(run, pipe, **call)

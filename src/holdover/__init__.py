@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import check as check
     from .api import disable as disable
     from .api import enable as enable
     from .base import CacheBackend as CacheBackend
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import NotEnabledError as NotEnabledError
     from .errors import ProfileError as ProfileError
     from .errors import UnsupportedModelError as UnsupportedModelError
+    from .errors import UntraceableError as UntraceableError
     from .magcache import MagCacheBackend as MagCacheBackend
     from .magcache import MagCacheConfig as MagCacheConfig
     from .models.extractors import register_extractor as register_extractor
@@ -45,7 +47,7 @@ __version__ = "0.1.0"
 # Public names and where they live. They are imported when they are first used, so that `import holdover` and
 # the command line's help cost nothing.
 _HOMES = {
-    "api": ("disable", "enable"),
+    "api": ("check", "disable", "enable"),
     "base": ("CacheBackend", "DiffusionCacheConfig"),
     "context": ("CacheContext",),
     "errors": (
@@ -56,6 +58,7 @@ _HOMES = {
         "NotEnabledError",
         "ProfileError",
         "UnsupportedModelError",
+        "UntraceableError",
     ),
     "magcache": ("MagCacheBackend", "MagCacheConfig"),
     "models.extractors": ("register_extractor",),

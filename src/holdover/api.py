@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base import CacheBackend
 from .config import Config
 from .errors import ConfigError, NotEnabledError
 from .selector import backend_class, backend_for_config, own_config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .runtime.replay import ReplayReport
 
 
 def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
@@ -23,6 +28,17 @@ def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
         raise ConfigError(f"A method is a name or a config, not {method!r}.")
     backend.enable(target)
     return backend
+
+
+def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
+    """Whether a held step of this transformer replays a computed one, measured on these inputs.
+
+    One full forward and one forced hold on the same inputs, compared by output and by stream; the transformer is not
+    changed. `print(report)` says where the cut runs.
+    """
+    from .runtime.check import check as replay
+
+    return replay(transformer, **inputs)
 
 
 def disable(target: Any) -> None:

@@ -5,7 +5,8 @@ HoldoverError
 ├── ConfigError          a setting is unknown, of the wrong type or out of range   (also a ValueError)
 ├── ProfileError         a profile is missing, corrupted or made for another model (also a ValueError)
 ├── EnableError          the pipeline or transformer cannot be enabled as it is
-│   └── UnsupportedModelError   no cut was found, or holding does not replay
+│   └── UnsupportedModelError   a held step is not what a computed one is
+│       └── UntraceableError    no cut through the blocks was found
 └── NotEnabledError      the cache is not on this pipeline
 HoldoverWarning          it works, but not as you would expect
 ```
@@ -34,7 +35,15 @@ class EnableError(HoldoverError):
 
 
 class UnsupportedModelError(EnableError):
-    """No cut was found through the transformer, or a held step does not replay a computed one."""
+    """A held step does not replay a computed one; `report` says by how much, where it was measured."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class UntraceableError(UnsupportedModelError):
+    """No list of blocks carries a stream that could be cut."""
 
 
 class NotEnabledError(HoldoverError):

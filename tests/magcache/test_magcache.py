@@ -141,7 +141,6 @@ def test_calibration_before_a_generation_is_an_error():
 
 
 @pytest.mark.parametrize("steps", [20, 28, 50])
-@pytest.mark.parametrize("steps", [20, 28, 50])
 def test_nearest_interpolation_reproduces_the_published_schedule(steps):
     """diffusers' own MagCache, on the same model, computes the same steps."""
     tiny = PIPELINES["FluxPipeline"]

@@ -202,9 +202,16 @@ def registered():
     unregister_extractor("Unusual")
 
 
-def test_without_an_extractor_it_is_refused_with_what_to_do():
-    with pytest.raises(holdover.UnsupportedModelError, match="register_extractor"):
-        holdover.enable(Unusual(), "mag_cache", mag_ratios=[1.0])
+def test_without_an_extractor_the_whole_transformer_is_one_block():
+    model = Unusual().eval()
+    plain = denoise(model)
+    with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * 12, num_inference_steps=12) as cache:
+        held = denoise(model)
+        assert cache.stats().held > 5
+        assert "the whole transformer" in str(cache.stats())
+        with cache.using(mag_threshold=0.0):
+            assert torch.equal(denoise(model), plain)
+    assert not torch.equal(held, plain)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import UntraceableError
 from .arguments import Key, parameter_names
 from .cut import BlockCall, Chain, Cut, Link
 
@@ -85,7 +85,7 @@ class Trace:
         streams = {name: self._streams(name, listed) for name, listed in self._lists.items()}
         carried = [seen for seen in self._seen if streams[seen.blocks]]
         if not carried:
-            raise UnsupportedModelError("No list of blocks passes a stream from block to block in this forward.")
+            raise UntraceableError("No list of blocks passes a stream from block to block in this forward.")
         calls, chains = _chained(carried, self._seen, streams)
         return Cut(calls, chains, _head(carried, head))
 
@@ -196,7 +196,7 @@ def _as_tuple(output: Any, block: nn.Module) -> tuple[tuple[Any, ...], int]:
         return (output,), 0
     if isinstance(output, (tuple, list)) and all(t is None or isinstance(t, torch.Tensor) for t in output):
         return tuple(output), len(output)
-    raise UnsupportedModelError(
+    raise UntraceableError(
         f"{type(block).__name__} returns {type(output).__name__}; a block must return a tensor or a tuple of tensors."
     )
 

@@ -18,11 +18,12 @@ from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
 from ..stats import Ledger, Stats, Visit
 from .adopt import Adoptions
+from .calls import Call, Outcome
 from .clock import SchedulerClock, TimestepClock
 from .extracted import ExtractedSeam
 from .generation import Generation, Track
 from .method import Computed, Method
-from .seam import OTHER_PATH, Call, Outcome, Seam
+from .seam import OTHER_PATH, Seam
 from .signals import PlannedChanges, plan_changes, relative_change, time_signal
 from .stopwatch import Stopwatch
 from .unit import Unit
@@ -94,7 +95,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """The statistics so far."""
-        notes = self.notes
+        notes = (*self.notes, *(note for unit in self.units for note in sorted(unit.notes)))
         if self._autograd:
             notes += (f"{self._autograd} forwards ran with autograd on or in training mode: nothing was held",)
         return self._ledger.snapshot(notes)

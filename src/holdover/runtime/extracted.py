@@ -8,10 +8,12 @@ import torch
 
 from ..context import CacheContext
 from ..errors import UnsupportedModelError
+from .calls import Call, Outcome
 from .replay import compare
 from .residuals import Held, weighted_sum
-from .seam import Call, Outcome
 from .unit import Unit
+
+CUT = "by the registered extractor"
 
 
 class ExtractedResiduals(Held):
@@ -80,7 +82,7 @@ class ExtractedSeam:
         """Hold the step that was just computed: it must give the same."""
         context = self._context(call)
         held = context.postprocess(residuals.added_to(context.hidden_states))
-        report = compare(self._unit.class_name, (output, {}), (held, {}))
+        report = compare(self._unit.class_name, (output, {}), (held, {}), CUT)
         if not report.ok:
             raise UnsupportedModelError(
                 f"{report}\nThe extractor's postprocess depends on more than the hidden states."

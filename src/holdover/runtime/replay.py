@@ -17,7 +17,7 @@ class ReplayReport:
     """One full forward and one forced hold on the same inputs, compared."""
 
     model: str
-    cut: Cut | None
+    cut: Cut | str
     lumped: bool
     outputs: tuple[float, ...]
     streams: tuple[tuple[str, float], ...]
@@ -36,7 +36,8 @@ class ReplayReport:
     def __str__(self) -> str:
         verdict = "replays" if self.ok else "does not replay"
         lines = [f"{self.model} {verdict}: largest relative error {self.max_error:.1e} (allowed {self.tolerance:.0e})"]
-        lines.append(f"  cut: {self.cut if self.cut is not None else 'by the registered extractor'}")
+        lumped = ", held as one a stream" if self.lumped else ""
+        lines.append(f"  cut: {self.cut}{lumped}")
         lines += [f"  output {i}: {error:.1e}" for i, error in enumerate(self.outputs)]
         lines += [f"  stream {name}: {error:.1e}" for name, error in self.streams]
         return "\n".join(lines)
@@ -46,7 +47,7 @@ def compare(
     model: str,
     computed: tuple[Any, Mapping[int, torch.Tensor]],
     held: tuple[Any, Mapping[int, torch.Tensor]],
-    cut: Cut | None = None,
+    cut: Cut | str,
     lumped: bool = False,
 ) -> ReplayReport:
     """Compare output and streams of a computed and a held forward."""
@@ -82,7 +83,7 @@ def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def _group_names(cut: Cut | None) -> dict[int, str]:
-    if cut is None:
-        return {0: "hidden_states", 1: "encoder_hidden_states"}
+def _group_names(cut: Cut | str) -> dict[int, str]:
+    if isinstance(cut, str):
+        return {}
     return {chain.group: f"{chain.blocks}.{chain.stream}" for chain in cut.chains}

@@ -6,49 +6,26 @@ it gets from the call, what was computed it gives back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..context import CacheContext
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, UntraceableError
 from ..models.cut import Cut
-from ..models.family import BlockSignal
 from ..policies.base import Decision
+from .calls import Call, Outcome
 from .offload import onloaded
-from .passes import ComputePass, DecidePass, DivergedError, FinishPass, HoldPass, Pass, Passes, TracePass
+from .passes import ComputePass, DecidePass, DivergedError, FinishPass, HoldPass, Pass, TracePass
 from .replay import ReplayReport, compare
 from .residuals import Held, Residuals
 from .unit import CutChoice, Unit
+from .whole import WholeSeam
 
 OTHER_PATH = Decision(True, "the forward took another path than before")
 _TEMB = ("temb", "timestep_proj", "time_embed", "adaln_input", "conditioning")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One forward of a transformer, with the questions a seam may ask about it."""
-
-    plain: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    structure: Any
-    signal: BlockSignal | None
-    decide: Callable[[torch.Tensor | None], Decision]
-    held: Callable[[], Held]
-    passes: Passes
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a forward went: what it returned, and what its blocks added if they ran."""
-
-    output: Any
-    decision: Decision
-    held: Held | None
 
 
 class Seam:
@@ -56,9 +33,19 @@ class Seam:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._whole: WholeSeam | None = None if unit.lists else WholeSeam(unit)
 
     def run(self, call: Call) -> Outcome:
-        """Take one forward across; a forward that leaves the known path is computed on a new trace."""
+        """Take one forward across; where no cut is found, the whole transformer is one block."""
+        if self._whole is None:
+            try:
+                return self._cut(call)
+            except UntraceableError:
+                self._whole = WholeSeam(self._unit)
+        return self._whole.run(call)
+
+    def _cut(self, call: Call) -> Outcome:
+        """Follow the cut; a forward that leaves the known path is computed on a new trace."""
         choice = self._unit.cuts.get(call.structure) or self._trace(call)
         try:
             return self._follow(call, choice)
@@ -76,14 +63,7 @@ class Seam:
         """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
         watch = TracePass()
         self._unit.run(watch, call.plain, call.args, call.kwargs)
-        try:
-            cut = watch.trace.cut(self._unit.family.head)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{self._unit.class_name} cannot be cut: {error} "
-                "Register an extractor for it with holdover.register_extractor."
-            ) from None
-        choice = self._unit.cuts[call.structure] = CutChoice(cut)
+        choice = self._unit.cuts[call.structure] = CutChoice(watch.trace.cut(self._unit.family.head))
         return choice
 
     def _follow(self, call: Call, choice: CutChoice) -> Outcome:
@@ -140,7 +120,8 @@ class Seam:
                 return option
         raise UnsupportedModelError(
             f"{reports[-1]}\nA held step would not be what it should be, so nothing is held on this model. "
-            "Register an extractor for it with holdover.register_extractor."
+            "Register an extractor for it with holdover.register_extractor.",
+            reports[-1],
         )
 
     def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:

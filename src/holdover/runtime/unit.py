@@ -50,11 +50,7 @@ class Unit:
         self.hint: Hint = NO_HINT
         self.running: Pass | None = None
         self.report: ReplayReport | None = None
-        if not self.lists and self.extractor is None:
-            raise UnsupportedModelError(
-                f"{self.class_name} has no list of blocks among its direct children: register an extractor for it "
-                "with holdover.register_extractor."
-            )
+        self.notes: set[str] = set()
 
     @property
     def class_name(self) -> str:

@@ -1,0 +1,49 @@
+"""The replay check by itself, on inputs the user gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import EnableError, UnsupportedModelError
+from ..models.arguments import structure
+from ..policies.static import ASKED
+from .adopt import Adoptions
+from .calls import Call
+from .extracted import ExtractedSeam
+from .method import STANDARD
+from .replay import ReplayReport
+from .residuals import Held
+from .seam import Seam
+from .unit import Unit
+
+
+def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
+    """Run one full forward and one forced hold on the same inputs and compare them, by output and by stream.
+
+    The transformer is not changed. `str(report)` is readable; `report.max_error` is relative to the largest value.
+    """
+    unit = Unit("transformer", transformer)
+    reason = unit.family.must_compute(inputs)
+    if reason is not None:
+        raise EnableError(f"A forward of {unit.class_name} with these inputs is never held: it {reason}.")
+    seam = Seam(unit) if unit.extractor is None else ExtractedSeam(unit)
+    adoptions = Adoptions()
+    try:
+        unit.install(adoptions, lambda unit, plain, args, kwargs: plain(*args, **kwargs))
+        with torch.no_grad():
+            seam.run(Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, _nothing_held, STANDARD))
+    except UnsupportedModelError as error:
+        if isinstance(error.report, ReplayReport):
+            return error.report
+        raise
+    finally:
+        adoptions.release_all()
+    assert unit.report is not None
+    return unit.report
+
+
+def _nothing_held() -> Held:
+    raise AssertionError("a check decides to compute")

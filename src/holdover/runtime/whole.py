@@ -1,0 +1,104 @@
+"""Takes one forward across where no cut can be traced: the whole transformer is one block, and its output is held."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..models.arguments import tensors_in
+from .calls import Call, Outcome
+from .replay import compare
+from .residuals import Held, weighted_sum
+from .unit import Unit
+
+CUT = "the whole transformer: its output is held"
+
+
+class HeldOutput(Held):
+    """A transformer's output, kept apart from what was returned."""
+
+    def __init__(self, template: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._template = template
+        self._tensors = tuple(tensors)
+
+    @classmethod
+    def of(cls, output: Any) -> HeldOutput:
+        tensors: list[torch.Tensor] = []
+        template = _mapped(output, lambda tensor: tensors.append(tensor.clone()))
+        return cls(template, tensors)
+
+    def rebuilt(self) -> Any:
+        """An output like the one that was returned, in memory of its own."""
+        copies = iter([tensor.clone() for tensor in self._tensors])
+        return _mapped(self._template, lambda _: next(copies))
+
+    def mixed(self, terms: Sequence[tuple[float, HeldOutput]]) -> HeldOutput:
+        columns = zip(*(held._tensors for _, held in terms), strict=True)
+        weights = [weight for weight, _ in terms]
+        return HeldOutput(self._template, [weighted_sum(zip(weights, column, strict=True)) for column in columns])
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        return self._tensors[:1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors)
+
+
+class _Slot:
+    """Where a tensor was in a template."""
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with every tensor, or every slot left by one, replaced."""
+    if isinstance(value, (torch.Tensor, _Slot)):
+        replaced = function(value)
+        return _Slot() if replaced is None else replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _mapped(getattr(value, f.name), function) for f in dataclasses.fields(value)}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(item, function) for item in value])
+    return value
+
+
+class WholeSeam:
+    """The cut around a transformer."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._checked: set[Any] = set()
+
+    def run(self, call: Call) -> Outcome:
+        """Run the transformer, or return what it is predicted to return; a signal is read off the latent."""
+        latent = next(tensors_in([*call.args, *call.kwargs.values()])) if call.signal is not None else None
+        decision = call.decide(latent)
+        if not decision.compute:
+            held = call.held()
+            assert isinstance(held, HeldOutput)
+            return Outcome(held.rebuilt(), decision, None)
+        output = call.plain(*call.args, **call.kwargs)
+        held = HeldOutput.of(output)
+        if call.structure not in self._checked:
+            self._check(call, held)
+        return Outcome(output, decision, held)
+
+    def _check(self, call: Call, held: HeldOutput) -> None:
+        """The model must give the same for the same input: one with a memory of its own must not be held."""
+        again = call.plain(*call.args, **call.kwargs)
+        report = compare(self._unit.class_name, (again, {}), (held.rebuilt(), {}), CUT)
+        if not report.ok:
+            raise UnsupportedModelError(
+                f"{report}\n{self._unit.class_name} gives another output for the same input each time, and no cut through "
+                "it can be traced: it cannot be held."
+            )
+        self._checked.add(call.structure)
+        self._unit.report = report
+        self._unit.notes.add(f"{self._unit.name}: {CUT}")

@@ -1,0 +1,851 @@
+"""Every documented class, function, attribute and signature, where it is documented, and doing what is said of it.
+
+The documents are those of vLLM-Omni's `diffusion.cache`: code written against them runs by changing the package name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+from abc import ABC
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import HookRegistry, ModelHook, _helpers
+from torch import nn
+
+import holdover
+from holdover.base import CacheBackend, DiffusionCacheConfig
+from holdover.context import CacheContext
+from holdover.errors import ConfigError, UnsupportedModelError
+from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
+from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
+from holdover.magcache.strategy import (
+    FluxMagCacheStrategy,
+    MagCacheStrategy,
+    TransformerBlockMetadata,
+    register_strategy,
+    unregister_strategy,
+)
+from holdover.profiles import shipped
+from holdover.prompt_embed_cache import PromptEmbedCache
+from holdover.runtime.backend import cache_of
+from holdover.runtime.hooks import BranchStates
+from holdover.selector import get_cache_backend
+from holdover.teacache import TeaCacheBackend, TeaCacheConfig, TeaCacheState, register_extractor, unregister_extractor
+from holdover.teacache.hook import TeaCacheHook, apply_teacache_hook
+from tiny.models import MODELS, with_timestep
+from tiny.pipelines import PIPELINES, run
+
+FLUX = "FluxTransformer2DModel"
+
+# Where each name is
+
+PACKAGE = [
+    "CacheBackend",
+    "CacheContext",
+    "PromptEmbedCache",
+    "TeaCacheBackend",
+    "TeaCacheConfig",
+    "install_prompt_embed_cache",
+    "resolve_prompt_embed_cache_config",
+    "uninstall_prompt_embed_cache",
+    "base",
+    "magcache",
+    "prompt_embed_cache",
+    "selector",
+    "teacache",
+]
+NAMES = {
+    "holdover": PACKAGE,
+    "holdover.base": ["CacheBackend", "DiffusionCacheConfig"],
+    "holdover.selector": ["get_cache_backend"],
+    "holdover.prompt_embed_cache": [
+        "PromptEmbedCache",
+        "install_prompt_embed_cache",
+        "resolve_prompt_embed_cache_config",
+        "uninstall_prompt_embed_cache",
+    ],
+    "holdover.teacache": [
+        "CacheContext",
+        "TeaCacheBackend",
+        "TeaCacheConfig",
+        "TeaCacheHook",
+        "TeaCacheState",
+        "apply_teacache_hook",
+    ],
+    "holdover.teacache.hook": ["TeaCacheHook", "apply_teacache_hook"],
+    "holdover.teacache.backend": ["TeaCacheBackend"],
+    "holdover.teacache.config": ["TeaCacheConfig"],
+    "holdover.magcache": [
+        "FluxMagCacheStrategy",
+        "MagCacheBackend",
+        "MagCacheBlockHook",
+        "MagCacheConfig",
+        "MagCacheHeadHook",
+        "MagCacheState",
+        "MagCacheStrategy",
+        "apply_mag_cache_hook",
+        "register_strategy",
+    ],
+    "holdover.magcache.backend": ["MagCacheBackend"],
+    "holdover.magcache.config": ["MagCacheConfig"],
+    "holdover.magcache.hook": ["MagCacheBlockHook", "MagCacheHeadHook", "apply_mag_cache_hook", "logger"],
+    "holdover.magcache.strategy": [
+        "FluxMagCacheStrategy",
+        "MagCacheStrategy",
+        "TransformerBlockMetadata",
+        "register_strategy",
+    ],
+}
+MISSING = {
+    ("holdover", "apply_teacache_hook"): "only in holdover.teacache",
+    ("holdover.magcache.state", "MagCacheState"): "there is no module magcache/state.py",
+}
+
+
+def _named() -> Iterator[Any]:
+    for module, names in NAMES.items():
+        yield from (pytest.param(module, name, id=f"{module}.{name}") for name in names)
+    for (module, name), why in MISSING.items():
+        mark = pytest.mark.xfail(strict=True, reason=why)
+        yield pytest.param(module, name, id=f"{module}.{name}", marks=mark)
+
+
+@pytest.mark.parametrize(("module", "name"), _named())
+def test_importable_where_documented(module: str, name: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"from {module} import {name}", scope)
+    found = scope[name]
+    if inspect.isclass(found) or inspect.isfunction(found):
+        homes = [importlib.import_module(other) for other, names in NAMES.items() if name in names]
+        assert all(getattr(home, name) is found for home in homes)
+        assert found.__doc__
+
+
+# Signatures: what is documented is there, in that order, of that kind and with that default; more may follow, optional
+
+SIGNATURES = [
+    # The package
+    ("holdover.base", "CacheBackend.enable", "(self, pipeline)"),
+    ("holdover.base", "CacheBackend.refresh", "(self, pipeline, num_inference_steps, verbose=True)"),
+    ("holdover.base", "CacheBackend.is_enabled", "(self)"),
+    ("holdover.context", "CacheContext.validate", "(self)"),
+    (
+        "holdover.context",
+        "CacheContext",
+        "(modulated_input, hidden_states, encoder_hidden_states, temb, run_transformer_blocks, postprocess,"
+        " extra_states=None)",
+    ),
+    ("holdover.selector", "get_cache_backend", "(cache_backend, cache_config=None)"),
+    ("holdover.base", "DiffusionCacheConfig.from_dict", "(values)"),
+    # The prompt-embedding cache
+    ("holdover.prompt_embed_cache", "PromptEmbedCache.clear", "(self)"),
+    ("holdover.prompt_embed_cache", "PromptEmbedCache.get", "(self, key)"),
+    ("holdover.prompt_embed_cache", "PromptEmbedCache.put", "(self, key, value)"),
+    ("holdover.prompt_embed_cache", "PromptEmbedCache.stats", "(self)"),
+    (
+        "holdover.prompt_embed_cache",
+        "install_prompt_embed_cache",
+        "(pipeline, *, max_size=32, enabled=True, model_tag=None)",
+    ),
+    ("holdover.prompt_embed_cache", "resolve_prompt_embed_cache_config", "(enable=None, max_size=None)"),
+    ("holdover.prompt_embed_cache", "uninstall_prompt_embed_cache", "(pipeline)"),
+    # TeaCache
+    ("holdover.teacache", "TeaCacheBackend.enable", "(self, pipeline)"),
+    ("holdover.teacache", "TeaCacheBackend.refresh", "(self, pipeline, num_inference_steps, verbose=True)"),
+    (
+        "holdover.teacache",
+        "TeaCacheConfig",
+        "(rel_l1_thresh=0.2, coefficients=None, transformer_type='QwenImageTransformer2DModel')",
+    ),
+    ("holdover.teacache.hook", "TeaCacheHook", "(config)"),
+    ("holdover.teacache.hook", "TeaCacheHook.initialize_hook", "(self, module)"),
+    ("holdover.teacache.hook", "TeaCacheHook.new_forward", "(self, module, *args, **kwargs)"),
+    ("holdover.teacache.hook", "TeaCacheHook.reset_state", "(self, module)"),
+    ("holdover.teacache.hook", "apply_teacache_hook", "(module, config)"),
+    # MagCache
+    ("holdover.magcache", "MagCacheBackend.enable", "(self, pipeline)"),
+    ("holdover.magcache", "MagCacheBackend.refresh", "(self, pipeline, num_inference_steps, verbose=True)"),
+    ("holdover.magcache.hook", "MagCacheHeadHook.initialize_hook", "(self, module)"),
+    ("holdover.magcache.hook", "MagCacheHeadHook.log_cache_hit", "(self, state, output, ret)"),
+    ("holdover.magcache.hook", "MagCacheHeadHook.log_cache_miss", "(self, state, output)"),
+    ("holdover.magcache.hook", "MagCacheHeadHook.new_forward", "(self, module, *args, **kwargs)"),
+    ("holdover.magcache.hook", "MagCacheHeadHook.reset_state", "(self, module)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.advance_step", "(self, state)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.initialize_hook", "(self, module)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.log_residual_computed", "(self, state, residual)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.new_forward", "(self, module, *args, **kwargs)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.perform_calibration", "(self, state, current_residual)"),
+    ("holdover.magcache.hook", "MagCacheBlockHook.reset_state", "(self, module)"),
+    ("holdover.magcache.hook", "apply_mag_cache_hook", "(module, config, strategy=None)"),
+    ("holdover.magcache.strategy", "MagCacheStrategy.compute_residual", "(self, output, head_input)"),
+    (
+        "holdover.magcache.strategy",
+        "MagCacheStrategy.apply_residual_tuple",
+        "(self, hidden_states, encoder_hidden_states, residual)",
+    ),
+    ("holdover.magcache.strategy", "MagCacheStrategy.register_block_metadata", "(self, block_class)"),
+    ("holdover.magcache.strategy", "register_strategy", "(transformer_cls_name, strategy)"),
+]
+
+
+def _shape(parameter: inspect.Parameter) -> tuple[str, Any, Any]:
+    return parameter.name, parameter.kind, parameter.default
+
+
+@pytest.mark.parametrize(("module", "path", "text"), SIGNATURES, ids=[f"{m}.{p}" for m, p, _ in SIGNATURES])
+def test_signature(module: str, path: str, text: str) -> None:
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    scope: dict[str, Any] = {}
+    exec(f"def documented{text}: ...", scope)
+    documented = [_shape(p) for p in inspect.signature(scope["documented"]).parameters.values()]
+    parameters = list(inspect.signature(found).parameters.values())
+    names = [name for name, _, _ in documented]
+    assert [_shape(p) for p in parameters if p.name in names] == documented
+    more = [p for p in parameters if p.name not in names]
+    assert all(p.default is not p.empty for p in more)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(names)] == [
+        n for n, kind, _ in documented if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+
+FIELDS = {
+    "rel_l1_thresh": 0.2,
+    "coefficients": None,
+    "mag_threshold": 0.24,
+    "mag_max_skip_steps": 5,
+    "mag_retention_ratio": 0.1,
+    "num_inference_steps": 28,
+    "mag_ratios": None,
+    "calibrate": False,
+    "mag_calibrate": False,
+}
+
+
+@pytest.mark.parametrize(("name", "default"), FIELDS.items())
+def test_settings_and_their_defaults(name: str, default: Any) -> None:
+    owners = [c for c in (DiffusionCacheConfig, TeaCacheConfig, MagCacheConfig) if name in c.field_names()]
+    assert DiffusionCacheConfig in owners
+    assert len(owners) == 2
+    assert all(getattr(owner(), name) == default for owner in owners)
+
+
+BASES = [
+    (CacheBackend, ABC),
+    (TeaCacheBackend, CacheBackend),
+    (MagCacheBackend, CacheBackend),
+    (TeaCacheHook, ModelHook),
+    (MagCacheHeadHook, ModelHook),
+    (MagCacheBlockHook, ModelHook),
+    (FluxMagCacheStrategy, MagCacheStrategy),
+]
+
+
+@pytest.mark.parametrize(("cls", "base"), BASES, ids=[cls.__name__ for cls, _ in BASES])
+def test_base_class(cls: type, base: type) -> None:
+    assert issubclass(cls, base)
+
+
+@pytest.mark.parametrize("cls", [CacheContext, TeaCacheConfig, MagCacheConfig, DiffusionCacheConfig])
+def test_is_a_dataclass(cls: type) -> None:
+    assert dataclasses.is_dataclass(cls)
+
+
+STATES = BranchStates(MagCacheState)
+TEA, MAG, EVERYTHING = TeaCacheConfig(coefficients=[1.0, 0.0]), MagCacheConfig(), DiffusionCacheConfig()
+ATTRIBUTES = [
+    (lambda: TeaCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
+    (lambda: MagCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
+    (lambda: TeaCacheHook(TEA), {"config": TEA, "extractor_fn": None}),
+    (lambda: MagCacheHeadHook(state_manager=STATES, config=MAG), {"config": MAG, "state_manager": STATES}),
+    (
+        lambda: MagCacheBlockHook(state_manager=STATES, config=MAG, is_tail=True),
+        {"config": MAG, "state_manager": STATES, "is_tail": True},
+    ),
+    (lambda: MagCacheBlockHook(state_manager=STATES, config=MAG), {"is_tail": False}),
+    (lambda: PromptEmbedCache(max_size=7, enabled=False), {"max_size": 7, "enabled": False}),
+    (PromptEmbedCache, {"max_size": 32, "enabled": True, "hits": 0, "misses": 0, "bypassed": 0}),
+    (
+        lambda: TransformerBlockMetadata(1, 0),
+        {"return_hidden_states_index": 1, "return_encoder_hidden_states_index": 0},
+    ),
+    (
+        lambda: TransformerBlockMetadata(return_hidden_states_index=0),
+        {"return_hidden_states_index": 0, "return_encoder_hidden_states_index": None},
+    ),
+    (MagCacheState, {"accumulated_err": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("make", "attributes"), ATTRIBUTES)
+def test_attributes_after_construction(make: Any, attributes: dict[str, Any]) -> None:
+    made = make()
+    assert {name: getattr(made, name) for name in attributes} == attributes
+
+
+def test_teacache_hook_rescales_and_has_states() -> None:
+    hook = TeaCacheHook(TeaCacheConfig(coefficients=[2.0, 0.0, 0.25]))
+    assert hook.rescale_func(0.5) == pytest.approx(0.75)
+    assert isinstance(hook.state_manager.get_state(), TeaCacheState)
+
+
+# The interface of all backends
+
+
+def test_a_backend_needs_enable_and_refresh() -> None:
+    assert {"enable", "refresh"} <= CacheBackend.__abstractmethods__
+    with pytest.raises(TypeError, match="abstract"):
+        CacheBackend(DiffusionCacheConfig())
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="disable, stats, using and off are abstract as well")
+def test_a_backend_needs_no_more_than_enable_and_refresh() -> None:
+    class MyBackend(CacheBackend):
+        def enable(self, pipeline: Any) -> None:
+            self.enabled = True
+
+        def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None: ...
+
+    config = DiffusionCacheConfig()
+    backend = MyBackend(config)
+    assert backend.config is config
+    assert backend.is_enabled() is False
+    backend.enable(None)
+    assert backend.is_enabled() is True
+
+
+@pytest.fixture
+def flux() -> diffusers.FluxPipeline:
+    return PIPELINES["FluxPipeline"].build()
+
+
+def generate(pipe: Any, steps: int, name: str = "FluxPipeline", seed: int = 0) -> torch.Tensor:
+    return run(pipe, **PIPELINES[name].call(steps=steps, seed=seed))
+
+
+def test_the_example_of_teacache_backend(flux: Any) -> None:
+    backend = TeaCacheBackend(DiffusionCacheConfig(rel_l1_thresh=0.4))
+    backend.enable(flux)
+    assert backend.is_enabled() is backend.enabled is True
+    assert backend.config.rel_l1_thresh == 0.4
+    backend.refresh(flux, num_inference_steps=20)
+    generate(flux, 20)
+    generation = backend.stats().last
+    assert generation.steps == 20
+    assert generation.held["cond"] > 0
+    assert generation.trace("cond")[0] == generation.trace("cond")[-1] == "C"
+    backend.disable()
+    assert backend.is_enabled() is backend.enabled is False
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_refresh_logs_when_it_is_to(flux: Any, verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
+    backend = MagCacheBackend(DiffusionCacheConfig())
+    backend.enable(flux)
+    with caplog.at_level(logging.INFO, "holdover"):
+        backend.refresh(flux, 9, verbose=verbose)
+    assert [record for record in caplog.messages if "9 steps" in record] == caplog.messages[: int(verbose)]
+
+
+def test_refresh_forgets_the_generation_before() -> None:
+    """After a loop that was left half-way, the next one begins at its first step."""
+    model, net = MODELS[FLUX], MODELS[FLUX].build()
+    backend = TeaCacheBackend(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
+    backend.enable(net)
+    inputs = model.inputs()
+    with torch.no_grad():
+        for t in (1.0, 0.8, 0.6):
+            net(**with_timestep(model, inputs, t))
+        backend.refresh(net, num_inference_steps=2)
+        for t in (0.4, 0.2):
+            net(**with_timestep(model, inputs, t))
+    assert [g.trace("1") for g in backend.stats().generations] == ["Chh", "CC"]
+
+
+# MagCache, as its proposal describes it
+
+
+def test_the_quick_start_of_magcache(flux: Any) -> None:
+    cache_config = DiffusionCacheConfig(
+        mag_ratios=FluxMagCacheStrategy.FLUX_MAG_RATIOS,
+        num_inference_steps=28,
+        mag_threshold=0.24,
+        mag_max_skip_steps=5,
+        mag_retention_ratio=0.1,
+    )
+    backend = get_cache_backend("mag_cache", cache_config)
+    backend.enable(flux)
+    generate(flux, 28)
+    generation = backend.stats().last
+    assert generation.trace("cond")[:3] == "CCC"
+    assert generation.held["cond"] == 20
+    assert "hhhhhh" not in generation.trace("cond")
+
+
+def test_the_flux_ratios_are_the_published_ones() -> None:
+    ratios = FluxMagCacheStrategy.FLUX_MAG_RATIOS
+    published = diffusers.hooks.mag_cache.FLUX_MAG_RATIOS
+    assert torch.equal(ratios, published)
+    assert torch.equal(FluxMagCacheStrategy().mag_ratios, ratios)
+
+
+def test_the_settings_of_the_command_line_example(flux: Any) -> None:
+    text = '{"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}'
+    backend = get_cache_backend("mag_cache", DiffusionCacheConfig.from_json(text))
+    backend.enable(flux)
+    generate(flux, 50)
+    generation = backend.stats().last
+    assert generation.steps == 50
+    assert 0 < generation.computed["cond"] < 25
+
+
+@pytest.mark.parametrize("name", ["calibrate", "mag_calibrate"])
+def test_calibration(flux: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain = generate(flux, 12)
+    backend = MagCacheBackend(DiffusionCacheConfig(**{name: True}, num_inference_steps=12))
+    backend.enable(flux)
+    with caplog.at_level(logging.INFO, "holdover"):
+        measured_picture = generate(flux, 12)
+    backend.disable()
+    assert torch.equal(measured_picture, plain)
+    logged = "\n".join(caplog.messages)
+    for label, first in (("norm_ratios", 1.0), ("norm_stds", 0.0), ("cos_dises", 0.0)):
+        values = eval(logged.split(f"{label}: ")[1].splitlines()[0])
+        assert len(values) == 12
+        assert values[0] == first
+    ratios = backend.calibration().ratios("cond")
+    assert eval(logged.split("norm_ratios: ")[1].splitlines()[0]) == pytest.approx(ratios, abs=1e-5)
+    with holdover.enable(flux, "mag_cache", mag_ratios=ratios) as cache:
+        generate(flux, 12)
+        assert cache.stats().held > 0
+
+
+@pytest.mark.xfail(strict=True, reason="what to do with the ratios is not logged")
+def test_calibration_says_what_to_do_next(flux: Any, caplog: pytest.LogCaptureFixture) -> None:
+    backend = MagCacheBackend(DiffusionCacheConfig(calibrate=True, num_inference_steps=4))
+    backend.enable(flux)
+    with caplog.at_level(logging.INFO, "holdover"):
+        generate(flux, 4)
+    assert any("DiffusionCacheConfig(mag_ratios=...)" in message for message in caplog.messages)
+
+
+class MyTransformer2DModel(diffusers.FluxTransformer2DModel):
+    """A model of one's own, known by its class name."""
+
+
+class MyModelMagCacheStrategy(MagCacheStrategy):
+    """The minimal implementation of the document."""
+
+    @property
+    def mag_ratios(self) -> torch.Tensor:
+        # fmt: off
+        return torch.tensor([
+            1.0, 1.05, 1.08, 1.04, 1.06, 1.03, 1.02, 1.04,
+            1.03, 1.02, 1.03, 1.02, 1.01, 1.02, 1.01, 1.02,
+            1.01, 1.02, 1.01, 1.03, 1.00, 1.01, 1.01, 1.02,
+            1.01, 1.00, 1.01, 1.01,
+        ])
+        # fmt: on
+
+
+@pytest.fixture
+def registered() -> Iterator[Any]:
+    names = []
+
+    def register(name: str, strategy: MagCacheStrategy) -> None:
+        names.append(name)
+        register_strategy(name, strategy)
+
+    yield register
+    for name in names:
+        unregister_strategy(name)
+
+
+def my_model(transformer: nn.Module) -> MyTransformer2DModel:
+    mine = MyTransformer2DModel.from_config(transformer.config)
+    mine.load_state_dict(transformer.state_dict())
+    return mine.eval()
+
+
+def test_the_minimal_strategy(flux: Any, registered: Any) -> None:
+    flux.transformer = my_model(flux.transformer)
+    registered("MyTransformer2DModel", MyModelMagCacheStrategy())
+    with holdover.enable(flux, "mag_cache") as cache:
+        generate(flux, 28)
+        assert any("MyModelMagCacheStrategy" in note for note in cache.stats().notes)
+        mine = cache.stats().last.trace("cond")
+    with holdover.enable(flux, "mag_cache", mag_ratios=MyModelMagCacheStrategy().mag_ratios) as cache:
+        generate(flux, 28)
+        assert cache.stats().last.trace("cond") == mine
+    assert "h" in mine
+
+
+def test_settings_come_before_a_strategy(flux: Any, registered: Any) -> None:
+    registered(FLUX, MyModelMagCacheStrategy())
+    with holdover.enable(flux, "mag_cache", mag_ratios=[1.0] * 10, mag_threshold=0.01, mag_max_skip_steps=9) as cache:
+        generate(flux, 10)
+        assert cache.stats().last.trace("cond") == "C" + "h" * 9
+
+
+@pytest.mark.parametrize("strategy", [MyModelMagCacheStrategy, None, "MyModelMagCacheStrategy"])
+def test_what_is_no_strategy_is_not_registered(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match="A strategy is an instance of MagCacheStrategy"):
+        register_strategy("MyTransformer2DModel", strategy)
+
+
+class DualStreamStrategy(MagCacheStrategy):
+    """The dual-stream implementation of the document, with every call noted."""
+
+    def __init__(self, metadata: TransformerBlockMetadata | None) -> None:
+        self.metadata = metadata
+        self.calls: list[str] = []
+        self.block_classes: set[type] = set()
+
+    def register_block_metadata(self, block_class: type) -> TransformerBlockMetadata | None:
+        self.calls.append("metadata")
+        self.block_classes.add(block_class)
+        return self.metadata
+
+    @property
+    def mag_ratios(self) -> torch.Tensor:
+        return torch.full((12,), 1.01)
+
+    def compute_residual(self, output: Any, head_input: torch.Tensor) -> torch.Tensor:
+        self.calls.append("compute")
+        if isinstance(output, tuple):
+            decoder_output = output[1] if len(output) > 1 else output[0]
+            return decoder_output - head_input
+        return output - head_input
+
+    def apply_residual_tuple(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, residual: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append("apply")
+        decoder_residual = residual[1] if isinstance(residual, tuple) else residual
+        return hidden_states + decoder_residual, encoder_hidden_states
+
+
+@pytest.mark.parametrize("metadata", [TransformerBlockMetadata(1, 0), None], ids=["declared", "default"])
+def test_a_dual_stream_strategy_is_followed(flux: Any, registered: Any, metadata: Any) -> None:
+    strategy = DualStreamStrategy(metadata)
+    registered(FLUX, strategy)
+    with holdover.enable(flux, "mag_cache") as cache:
+        picture = generate(flux, 12)
+        generation = cache.stats().last
+    unregister_strategy(FLUX)
+    computed, held = generation.computed["cond"], generation.held["cond"]
+    assert held > 0
+    assert strategy.calls.count("compute") == computed
+    assert strategy.calls.count("apply") == held + 1  # once to see that a held step replays a computed one
+    assert strategy.calls.count("metadata") > 0
+    assert strategy.block_classes == {type(flux.transformer.transformer_blocks[0])}
+    with holdover.enable(flux, "mag_cache", mag_ratios=strategy.mag_ratios) as cache:
+        traced = generate(flux, 12)
+        assert cache.stats().last.trace("cond") == generation.trace("cond")
+    assert torch.allclose(picture, traced, atol=1e-4)
+    assert not torch.allclose(picture, generate(flux, 12), atol=1e-4)
+
+
+def test_a_strategy_given_to_the_hook_is_followed(flux: Any) -> None:
+    """Its metadata may as well be diffusers' own."""
+    strategy = DualStreamStrategy(_helpers.TransformerBlockMetadata(1, 0))
+    apply_mag_cache_hook(flux.transformer, MagCacheConfig(num_inference_steps=12), strategy)
+    generate(flux, 12)
+    assert strategy.calls.count("apply") == cache_of(flux.transformer).stats().held + 1
+    holdover.disable(flux.transformer)
+
+
+def test_a_strategy_whose_held_step_is_another_is_refused(flux: Any) -> None:
+    class Wrong(DualStreamStrategy):
+        def apply_residual_tuple(self, hidden_states: Any, encoder_hidden_states: Any, residual: Any) -> Any:
+            return hidden_states - residual, encoder_hidden_states
+
+    apply_mag_cache_hook(flux.transformer, MagCacheConfig(num_inference_steps=12), Wrong(None))
+    with pytest.raises(UnsupportedModelError, match="does not replay"):
+        generate(flux, 12)
+    holdover.disable(flux.transformer)
+
+
+def test_the_base_strategy() -> None:
+    strategy = MagCacheStrategy()
+    hidden, encoder, residual = torch.full((1, 4, 2), 3.0), torch.ones(1, 2, 2), torch.full((1, 4, 2), 0.5)
+    assert strategy.mag_ratios is None
+    assert strategy.register_block_metadata(nn.Linear) is None
+    assert torch.equal(strategy.compute_residual(hidden + residual, hidden), residual)
+    assert torch.equal(strategy.compute_residual((encoder, hidden + residual), hidden), residual)
+    held, untouched = strategy.apply_residual_tuple(hidden, encoder, residual)
+    assert torch.equal(held, hidden + residual)
+    assert untouched is encoder
+
+
+# Hooks
+
+
+def loop(module: nn.Module, steps: int, call: Any = None) -> list[torch.Tensor]:
+    """A denoising loop written by hand around a tiny FLUX transformer."""
+    model, inputs = MODELS[FLUX], MODELS[FLUX].inputs()
+    with torch.no_grad():
+        return [
+            (call or module)(**with_timestep(model, inputs, 1 - i / steps), return_dict=False)[0] for i in range(steps)
+        ]
+
+
+def test_apply_mag_cache_hook() -> None:
+    net = MODELS[FLUX].build()
+    assert apply_mag_cache_hook(net, MagCacheConfig(num_inference_steps=28)) is None
+    loop(net, 28)
+    generation = cache_of(net).stats().last
+    assert generation.trace("1").startswith("CCCh")
+    assert generation.held["1"] > 10
+    holdover.disable(net)
+    assert cache_of(net) is None
+
+
+def test_apply_teacache_hook() -> None:
+    tiny = PIPELINES["QwenImagePipeline"]
+    pipe = tiny.build()
+    config = TeaCacheConfig(rel_l1_thresh=0.2, transformer_type="QwenImageTransformer2DModel")
+    assert apply_teacache_hook(pipe.transformer, config) is None
+    plain = PIPELINES["QwenImagePipeline"].build()
+    assert not torch.equal(generate(pipe, 20, tiny.name), generate(plain, 20, tiny.name))
+    generation = cache_of(pipe.transformer).stats().last
+    assert set(generation.branches) == {"cond", "uncond"}
+    assert min(generation.held.values()) > 0
+    holdover.disable(pipe.transformer)
+    assert torch.equal(generate(pipe, 20, tiny.name), generate(plain, 20, tiny.name))
+
+
+@pytest.mark.xfail(strict=True, raises=ConfigError, reason="transformer_type is not looked at")
+def test_coefficients_come_from_the_transformer_type() -> None:
+    """For a class without constants of its own, those of the named class are used."""
+    pipe = PIPELINES["SanaPipeline"].build()
+    apply_teacache_hook(pipe.transformer, TeaCacheConfig(rel_l1_thresh=0.4, transformer_type=FLUX))
+    holdover.disable(pipe.transformer)
+
+
+@pytest.mark.xfail(strict=True, reason="the backend leaves the default, QwenImageTransformer2DModel, in place")
+def test_the_transformer_type_is_detected_by_the_backend(flux: Any) -> None:
+    backend = TeaCacheBackend(DiffusionCacheConfig())
+    backend.enable(flux)
+    assert backend.settings.transformer_type == FLUX
+
+
+@pytest.mark.xfail(strict=True, reason="it is that of transformer_type, which nothing else looks at")
+def test_the_hooks_rescaling_is_the_one_in_use() -> None:
+    net = MODELS[FLUX].build()
+    hook = TeaCacheHook(TeaCacheConfig(rel_l1_thresh=0.4))
+    hook.initialize_hook(net)
+    profile = next(p for p in shipped("tea_cache") if p.name == "tc.flux1-dev")
+    *_, constant = profile.fit("").coefficients
+    assert hook.rescale_func(0.0) == pytest.approx(constant)
+
+
+def test_teacache_hook_called_by_hand() -> None:
+    net, plain = MODELS[FLUX].build(), MODELS[FLUX].build()
+    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
+    assert hook.initialize_hook(net) is net
+    assert hook.extractor_fn is None
+    outputs = loop(net, 4, lambda **inputs: hook.new_forward(net, **inputs))
+    expected = loop(plain, 4)
+    assert torch.equal(outputs[0], expected[0])
+    assert not torch.equal(outputs[1], expected[1])
+    state = hook.state_manager.get_state()
+    assert state.anchor == 0
+    assert state.accumulated_rel_l1_distance > 0
+    assert hook.reset_state(net) is net
+    assert hook.state_manager.get_state().accumulated_rel_l1_distance == 0
+    loop(net, 4, lambda **inputs: hook.new_forward(net, **inputs))
+    assert [g.trace("1") for g in cache_of(net).stats().generations] == ["Chhh", "Chhh"]
+    holdover.disable(net)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RecursionError, reason="new_forward calls the module, whose forward it has become"
+)
+def test_teacache_hook_in_diffusers_registry() -> None:
+    net = MODELS[FLUX].build()
+    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
+    HookRegistry.check_if_exists_or_initialize(net).register_hook(hook, "teacache")
+    loop(net, 4)
+    assert cache_of(net).stats().held == 3
+
+
+def block_hooks() -> tuple[MagCacheHeadHook, MagCacheBlockHook]:
+    states = BranchStates(MagCacheState)
+    return MagCacheHeadHook(states, MAG), MagCacheBlockHook(states, MAG, is_tail=True)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["head", "block"])
+def test_magcache_hooks_called_by_hand(index: int) -> None:
+    """Outside a cached forward a block's role is to run the block."""
+    hook, block = block_hooks()[index], nn.Linear(3, 3)
+    inputs = torch.randn(2, 3)
+    assert hook.initialize_hook(block) is block
+    assert torch.equal(hook.new_forward(block, inputs), block(inputs))
+    assert torch.equal(hook.new_forward(block, input=inputs), block(inputs))
+    assert hook.reset_state(block) is block
+    assert hook.state_manager.get_state() == MagCacheState()
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["head", "block"])
+@pytest.mark.xfail(
+    strict=True, raises=RecursionError, reason="new_forward calls the module, whose forward it has become"
+)
+def test_magcache_hooks_in_diffusers_registry(index: int) -> None:
+    hook, block = block_hooks()[index], nn.Linear(3, 3)
+    inputs = torch.randn(2, 3)
+    expected = block(inputs)
+    HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "mag_cache")
+    assert torch.equal(block(inputs), expected)
+
+
+def test_what_magcache_hooks_log(caplog: pytest.LogCaptureFixture) -> None:
+    head, tail = block_hooks()
+    state = MagCacheState(anchor=4, accumulated_err=0.125, accumulated_steps=2)
+    residual = torch.ones(1, 2, 3)
+    with caplog.at_level(logging.DEBUG, "holdover.magcache.hook"):
+        head.log_cache_hit(state, residual, residual)
+        head.log_cache_miss(state, residual)
+        tail.log_residual_computed(state, residual)
+        tail.log_residual_computed(state, (residual, torch.ones(1, 5, 3)))
+    hit, miss, one, two = caplog.messages
+    assert "0.125" in hit
+    assert "4" in miss
+    assert "(1, 2, 3)" in one
+    assert "(1, 2, 3), (1, 5, 3)" in two
+    assert {record.name for record in caplog.records} == {"holdover.magcache.hook"}
+
+
+def test_magcache_tail_advances() -> None:
+    """The step is known, not counted: all there is to note is that the branch was there."""
+    _, tail = block_hooks()
+    state = MagCacheState(anchor=4)
+    tail.advance_step(state)
+    assert state.seen == 4
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_magcache_tail_calibrates(dual: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
+    _, tail = block_hooks()
+    state = MagCacheState()
+    for residual in (first, second):
+        tail.perform_calibration(state, (residual[:, :2], residual[:, 2:]) if dual else residual)
+    ratios = second.norm(dim=-1) / first.norm(dim=-1)
+    cosines = (first * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
+    assert state.norm_ratios == pytest.approx([1.0, float(ratios.mean())], rel=1e-5)
+    assert state.norm_stds == pytest.approx([0.0, float(ratios.std(correction=0))], rel=1e-5)
+    assert state.cos_dises == pytest.approx([0.0, float(1 - cosines.mean())], rel=1e-5)
+
+
+# A custom model, by the extractor the documents ask for
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.image, self.text = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor, encoder: torch.Tensor, temb: torch.Tensor) -> Any:
+        hidden = hidden + self.image(self.norm(hidden) + temb) + encoder.mean(1, keepdim=True)
+        return encoder + self.text(encoder), hidden
+
+
+class CustomTransformer(nn.Module):
+    """A dual-stream model like the one in the documents."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.time = nn.Linear(1, width)
+        self.transformer_blocks = nn.ModuleList(_Block(width) for _ in range(3))
+        self.proj_out = nn.Linear(width, width)
+        self.runs = 0
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor) -> Any:
+        temb = self.time(timestep[:, None])[:, None]
+        self.runs += 1
+        for block in self.transformer_blocks:
+            encoder_hidden_states, hidden_states = block(hidden_states, encoder_hidden_states, temb)
+        return self.proj_out(hidden_states)
+
+
+def extract(module: CustomTransformer, hidden_states: Any, encoder_hidden_states: Any, timestep: Any) -> CacheContext:
+    temb = module.time(timestep[:, None])[:, None]
+
+    def run_blocks() -> tuple[torch.Tensor, ...]:
+        h, e = hidden_states, encoder_hidden_states
+        module.runs += 1
+        for block in module.transformer_blocks:
+            e, h = block(h, e, temb=temb)
+        return (h, e)
+
+    return CacheContext(
+        modulated_input=module.transformer_blocks[0].norm(hidden_states) + temb,
+        hidden_states=hidden_states,
+        encoder_hidden_states=encoder_hidden_states,
+        temb=temb,
+        run_transformer_blocks=run_blocks,
+        postprocess=lambda h: module.proj_out(h),
+    )
+
+
+@pytest.fixture
+def custom() -> Iterator[CustomTransformer]:
+    yield CustomTransformer().eval()
+    unregister_extractor("CustomTransformer")
+
+
+def custom_loop(module: Any, steps: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    image, text = (torch.randn(1, tokens, 8, generator=generator) for tokens in (6, 4))
+    with torch.no_grad():
+        return [module(image, text, torch.full((1,), 1.0 - i / steps)) for i in range(steps)]
+
+
+def test_an_extractor_of_ones_own(custom: CustomTransformer) -> None:
+    plain = custom_loop(CustomTransformer().eval())
+    register_extractor("CustomTransformer", extract)
+    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=0.0))
+    hook.initialize_hook(custom)
+    assert hook.extractor_fn is extract
+    assert all(torch.equal(a, b) for a, b in zip(custom_loop(custom), plain, strict=True))
+    holdover.disable(custom)
+    apply_teacache_hook(custom, TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
+    custom.runs = 0
+    outputs = custom_loop(custom)
+    assert cache_of(custom).stats().last.trace("1") == "Chhhh"
+    assert custom.runs == 1
+    assert torch.equal(outputs[0], plain[0])
+    assert not torch.equal(outputs[-1], plain[-1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"temb": None}, TypeError),
+        ({"modulated_input": torch.ones(0)}, ValueError),
+        ({"postprocess": lambda: None}, RuntimeError),
+        ({"run_transformer_blocks": lambda: torch.ones(1)}, TypeError),
+        ({"run_transformer_blocks": lambda: (torch.ones(1, 2, 3),)}, ValueError),
+    ],
+)
+def test_a_wrong_context_is_an_error_at_the_first_forward(
+    custom: CustomTransformer, changed: dict[str, Any], error: type[Exception]
+) -> None:
+    register_extractor(
+        "CustomTransformer", lambda module, *inputs: dataclasses.replace(extract(module, *inputs), **changed)
+    )
+    apply_teacache_hook(custom, TEA)
+    with pytest.raises(error, match="CacheContext"):
+        custom_loop(custom)
