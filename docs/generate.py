@@ -123,7 +123,7 @@ def short_models() -> str:
         else:
             others += len(family.classes)
     rows.append((f"{others} more classes with a declaration", "measure coefficients", "measure ratios"))
-    rows.append(("any other transformer with a list of blocks", "measure coefficients", "measure ratios"))
+    rows.append(("any other transformer", "measure coefficients", "measure ratios"))
     return table(("model family", "`tea_cache`", "`mag_cache`"), rows)
 
 

@@ -23,6 +23,7 @@ BASES = {
     "ProfileError": (errors.HoldoverError, ValueError),
     "EnableError": (errors.HoldoverError,),
     "UnsupportedModelError": (errors.EnableError,),
+    "UntraceableError": (errors.UnsupportedModelError,),
     "NotEnabledError": (errors.HoldoverError,),
     "HoldoverWarning": (UserWarning,),
 }

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -539,12 +540,15 @@ def test_no_stale_result_after_a_conversion_between_types_with_the_same_bytes() 
 def test_no_stale_result_when_a_new_parameter_lies_where_the_old_one_lay() -> None:
     pipeline = Pipeline()
     installed(pipeline, max_size=100)
-    for i in range(30):
-        weight = torch.zeros(256, 4)
-        weight[ord("a"), 1] = i  # where no sample is taken
+    weights = torch.zeros(30, 256, 4)
+    weights[:, ord("a"), 1] = torch.arange(30.0)  # where no sample is taken
+    places = set()
+    for weight in weights:
+        del pipeline.text_encoder.table.weight
         pipeline.text_encoder.table.weight = nn.Parameter(weight)
-        del weight
+        places.add(id(pipeline.text_encoder.table.weight))
         assert same(pipeline.encode_prompt("a"), plain(pipeline, "a"))
+    assert len(places) < 30
 
 
 def test_going_back_to_an_earlier_state_is_a_hit() -> None:
@@ -877,6 +881,35 @@ def test_a_pipeline_without_encode_prompt_gets_no_cache() -> None:
     tokenizer = Tokenizer()
     assert install_prompt_embed_cache(tokenizer) is None
     assert vars(tokenizer) == {"prefix": ""}
+
+
+def test_a_pipeline_that_is_a_module_is_followed_too() -> None:
+    class ModulePipeline(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text_encoder = Encoder()
+
+        def encode_prompt(self, prompt: str) -> Any:
+            return self.text_encoder(prompt)
+
+    pipeline = ModulePipeline().eval()
+    cache = installed(pipeline)
+    old = pipeline.encode_prompt("a")
+    pipeline.text_encoder.table.weight.mul_(2)
+    assert torch.equal(pipeline.encode_prompt("a"), old * 2)
+    pipeline.text_encoder = Encoder().eval()
+    assert same(pipeline.encode_prompt("a"), plain(pipeline, "a"))
+    assert counts(cache) == (0, 3, 0)
+    assert "encode_prompt" not in vars(copy.deepcopy(pipeline))
+
+
+def test_a_pipeline_that_allows_no_weak_reference_is_cached_too() -> None:
+    calls: list[str] = []
+    pipeline = SimpleNamespace(encode_prompt=lambda prompt: calls.append(prompt))
+    cache = installed(pipeline)
+    pipeline.encode_prompt("a")
+    pipeline.encode_prompt(prompt="a")
+    assert (calls, counts(cache)) == (["a"], (1, 1, 0))
 
 
 def test_signature_name_and_docstring_are_unchanged() -> None:

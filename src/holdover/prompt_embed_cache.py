@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import weakref
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sized
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
@@ -209,7 +209,7 @@ class _CachedEncodePrompt:
         del self.__dict__["__wrapped__"]  # it would hold the pipeline
         self.__signature__ = inspect.signature(method)
         self.cache, self._model_tag = cache, model_tag
-        self._owner = weakref.ref(pipeline)
+        self._owner = weakref.ref(pipeline) if type(pipeline).__weakrefoffset__ else lambda: pipeline
         mine = getattr(method, "__self__", None) is pipeline
         self._function = method.__func__ if mine else staticmethod(method)
         self._replaced = {name: vars(pipeline)[name] for name in _INSTALLED if name in vars(pipeline)}
@@ -298,8 +298,10 @@ class _State:
         self.devices: set[torch.device] = set()
         self._number = number
         self._samples: dict[torch.dtype, list[Tensor]] = {}
-        own, digest = vars(pipeline), hashlib.blake2b()
-        kinds = dict.fromkeys(_DENOISERS, self._denoiser)
+        kinds = dict.fromkeys(_DENOISERS, lambda value: (number(value), getattr(value, "dtype", None)))
+        held = ("_parameters", "_buffers", "_modules") if isinstance(pipeline, nn.Module) else ()
+        own = ChainMap(vars(pipeline), *(vars(pipeline)[name] for name in held))
+        digest = hashlib.blake2b()
         with torch.no_grad():
             parts = [(n, _freeze(own[n], kinds.get(n, self._object))) for n in reads if n in own]
             for samples in self._samples.values():  # one copy to the host for all tensors of a dtype
@@ -308,9 +310,6 @@ class _State:
         if self.trainable and torch.is_grad_enabled():
             raise TypeError("the result belongs to a graph")
         self.content: Hashable = (*parts, digest.digest())
-
-    def _denoiser(self, value: Any) -> Hashable:
-        return self._number(value), getattr(value, "dtype", None)
 
     def _object(self, value: Any) -> Hashable:
         if isinstance(value, nn.Module):

@@ -16,8 +16,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdover.grid import Grid
-from holdover.policies.base import NOTHING_HELD, schedule
-from holdover.policies.magcache import BEYOND, MagCachePolicy, MagCacheState, nearest_ratios, rescaled_ratios
+from holdover.policies.base import NOTHING_HELD, OFF, schedule
+from holdover.policies.magcache import (
+    BEYOND,
+    ERROR,
+    HELD,
+    KEPT,
+    LONGEST,
+    RETAINED,
+    MagCachePolicy,
+    MagCacheState,
+    nearest_ratios,
+    rescaled_ratios,
+)
 from holdover.profiles import shipped
 
 relaxed = settings(deadline=None)
@@ -286,6 +297,15 @@ def test_steps_beyond_the_announced_ones_are_computed() -> None:
     decisions = [policy.decide(step, None, state) for step in range(6)]
     assert [d.compute for d in decisions] == [True, False, False, False, True, True]
     assert decisions[4] is decisions[5] is BEYOND
+
+
+def test_reasons() -> None:
+    """Why a step was computed is what users see in the statistics."""
+    policy = MagCachePolicy(0.15, 1, 0.2, (1.0, 1.1, 1.1, 1.0, 1.2, 1.0), Grid(6), frozenset({5}))
+    assert schedule(policy, policy.grid) == [RETAINED, HELD, ERROR, HELD, ERROR, KEPT]
+    longest = replace(policy, ratios=(1.0,) * 6, never_hold=frozenset())
+    assert schedule(longest, longest.grid) == [RETAINED, HELD, LONGEST, HELD, LONGEST, HELD]
+    assert schedule(replace(policy, threshold=0.0, retention_ratio=0.0), policy.grid) == [OFF] * 6
 
 
 def test_the_schedule_needs_no_signal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -12,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdover.grid import Grid
-from holdover.policies.base import NOTHING_HELD
-from holdover.policies.teacache import Polynomial, TeaCachePolicy
+from holdover.policies.base import FIRST, LAST, NOTHING_HELD, OFF
+from holdover.policies.teacache import CHANGED, HELD, RETAINED, Polynomial, TeaCachePolicy
 from holdover.profiles import TeaCacheProfile, shipped
 from holdover.runtime.signals import relative_change
 
@@ -86,11 +87,22 @@ def test_first_and_last_step_are_computed(signal: list[float], threshold: float,
 
 
 @relaxed
-@given(signal=changes, first=st.integers(1, 20), after=st.integers(0, 5))
-def test_first_and_last_are_those_that_run(signal: list[float], first: int, after: int) -> None:
+@given(signal=changes, first=st.integers(1, 20), after=st.integers(0, 5), retained=st.integers(0, 5))
+def test_first_and_last_are_those_that_run(signal: list[float], first: int, after: int, retained: int) -> None:
     last = first + len(signal) - 1
-    policy = TeaCachePolicy(math.inf, LINE, Grid(last + 1 + after, first=first, last=last))
-    assert computed(policy, signal) == [step in (first, last) for step in range(first, last + 1)]
+    policy = TeaCachePolicy(math.inf, LINE, Grid(last + 1 + after, first=first, last=last), retained)
+    kept = {first, last, *range(first, first + retained)}
+    assert computed(policy, signal) == [step in kept for step in range(first, last + 1)]
+
+
+def test_reasons() -> None:
+    """Why a step was computed is what users see in the statistics."""
+    policy = TeaCachePolicy(0.5, LINE, Grid(8, first=1), retained=2)
+    state = policy.start()
+    moved = (0.0, 0.0, 0.1, 0.6, None, 0.1, 0.1)
+    reasons = [policy.decide(step, change, state) for step, change in enumerate(moved, 1)]
+    assert reasons == [FIRST, RETAINED, HELD, CHANGED, NOTHING_HELD, HELD, LAST]
+    assert replace(policy, threshold=0.0).decide(3, 0.1, state) is OFF
 
 
 @relaxed

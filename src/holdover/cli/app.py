@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from .models import models
 
 app = typer.Typer(
     name="holdover",
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+app.command()(models)
 
 
 def _version(asked: bool) -> None:

@@ -19,7 +19,6 @@ class Link:
     slot: int
     key: Key
     chain: int
-    opens: bool
     closes: bool
 
 

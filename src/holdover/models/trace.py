@@ -117,30 +117,29 @@ def _chained(
     chains: list[Chain] = []
     tails: dict[tuple[int, int], int] = {}  # (call, slot) -> the chain that ends there
     groups: dict[tuple[str, int, Kind | None], int] = {}
-    drafts: list[tuple[_Seen, list[tuple[int, Key, int, bool]]]] = []
+    drafts: list[tuple[_Seen, list[tuple[int, Key, int]]]] = []
     for seen in carried:
-        links: list[tuple[int, Key, int, bool]] = []
+        links: list[tuple[int, Key, int]] = []
         for slot, key in sorted(streams[seen.blocks].items()):
             if slot >= len(seen.outputs) or seen.outputs[slot] is None or key not in seen.inputs:
                 continue
             chain = tails.pop(seen.sources[key], None) if key in seen.sources else None
-            opens = chain is None
             if chain is None:
                 chain = len(chains)
                 group = groups.setdefault((seen.blocks, slot, seen.outputs[slot]), len(groups))
                 chains.append(Chain(seen.blocks, _stream_name(seen, key), group))
             tails[number[id(seen)], slot] = chain
-            links.append((slot, key, chain, opens))
+            links.append((slot, key, chain))
         drafts.append((seen, links))
     return tuple(_closed(drafts)), tuple(chains)
 
 
-def _closed(drafts: Sequence[tuple[_Seen, list[tuple[int, Key, int, bool]]]]) -> list[BlockCall]:
+def _closed(drafts: Sequence[tuple[_Seen, list[tuple[int, Key, int]]]]) -> list[BlockCall]:
     """The drafted calls with the last link of each chain marked as its end."""
-    last = {chain: i for i, (_, links) in enumerate(drafts) for _, _, chain, _ in links}
+    last = {chain: i for i, (_, links) in enumerate(drafts) for _, _, chain in links}
     calls = []
     for i, (seen, links) in enumerate(drafts):
-        finished = tuple(Link(s, k, c, opens, closes=last[c] == i) for s, k, c, opens in links)
+        finished = tuple(Link(s, k, c, closes=last[c] == i) for s, k, c in links)
         linked = {link.slot for link in finished}
         sides = tuple(s for s, kind in enumerate(seen.outputs) if kind is not None and s not in linked)
         calls.append(BlockCall(seen.blocks, seen.index, seen.width, finished, sides))

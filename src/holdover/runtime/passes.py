@@ -90,7 +90,7 @@ class ComputePass(_AlongCut):
         if position < self._begin:
             return block(*args, **kwargs)
         for link in call.links:
-            if link.opens or position == self._begin:
+            if link.chain not in self._open:
                 self._open[link.chain] = pick(args, kwargs, link.key)
         output = block(*args, **kwargs)
         outputs = output if call.width else (output,)
@@ -114,6 +114,7 @@ class HoldPass(_AlongCut):
     def __init__(self, residuals: Residuals, begin: int = 0) -> None:
         super().__init__(residuals.cut, begin)
         self._residuals = residuals
+        self._added: set[int] = set()
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         position, call = self._advance(blocks, index)
@@ -122,7 +123,8 @@ class HoldPass(_AlongCut):
         outputs: list[torch.Tensor | None] = [None] * max(call.width, 1)
         for link in call.links:
             given = pick(args, kwargs, link.key)
-            held = self._residuals.at(link.chain) if link.opens or position == self._begin else None
+            held = None if link.chain in self._added else self._residuals.at(link.chain)
+            self._added.add(link.chain)
             outputs[link.slot] = output = given if held is None else given + held
             if link.closes:
                 self._witnessed(link.chain, output)

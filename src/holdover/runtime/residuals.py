@@ -44,22 +44,20 @@ class Residuals(Held):
     def __init__(self, cut: Cut, lumped: bool) -> None:
         self.cut = cut
         self._place = [c.group for c in cut.chains] if lumped else list(range(len(cut.chains)))
-        first: dict[int, int] = {}
-        for chain, place in enumerate(self._place):
-            first.setdefault(place, chain)
-        self._first = first
+        self._first: dict[int, int] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._sides: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, chain: int, residual: torch.Tensor) -> None:
         place = self._place[chain]
+        self._first.setdefault(place, chain)
         held = self._values.get(place)
         self._values[place] = residual if held is None else held + residual
 
     def at(self, chain: int) -> torch.Tensor | None:
-        """The residual to add where this chain opens; None where it is part of an earlier one."""
+        """The residual to add where this chain begins; None where it is part of an earlier one."""
         place = self._place[chain]
-        return self._values[place] if self._first[place] == chain else None
+        return self._values[place] if self._first.get(place) == chain else None
 
     def put_side(self, call: int, slot: int, value: torch.Tensor) -> None:
         self._sides[call, slot] = value.clone()

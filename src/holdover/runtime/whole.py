@@ -96,8 +96,9 @@ class WholeSeam:
         report = compare(self._unit.class_name, (again, {}), (held.rebuilt(), {}), CUT)
         if not report.ok:
             raise UnsupportedModelError(
-                f"{report}\n{self._unit.class_name} gives another output for the same input each time, and no cut through "
-                "it can be traced: it cannot be held."
+                f"{report}\n{self._unit.class_name} gives another output for the same input each time, and no cut "
+                "through it can be traced: it cannot be held.",
+                report,
             )
         self._checked.add(call.structure)
         self._unit.report = report

@@ -1,0 +1,5 @@
+"""`python -m holdover.cli`."""
+
+from . import main
+
+main()

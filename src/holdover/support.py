@@ -1,0 +1,95 @@
+"""Which transformers are covered, and how: what was traced, what is declared, which constants ship."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from .errors import HoldoverError, did_you_mean
+from .models.registry import families_declared
+from .profiles import shipped
+
+
+@dataclass(frozen=True)
+class Support:
+    """One transformer class of diffusers."""
+
+    name: str
+    cut: str
+    streams: tuple[str, ...]
+    segments: int
+    sides: int
+    signals: tuple[str, ...]
+    coefficients: tuple[str, ...]
+    ratios: tuple[str, ...]
+    verified: str
+    notes: str
+
+    def explain(self) -> str:
+        """Where the cut runs and why, in words."""
+        lines = [self.name, f"  cut       {self.cut}"]
+        lines += [f"  stream    {stream}" for stream in self.streams]
+        lines.append(f"  segments  {self.segments}, {_why(self.segments, len(self.streams))}")
+        if self.sides:
+            lines.append(
+                f"  sides     {self.sides} outputs are not carried on; a held step gets a copy of the last one"
+            )
+        lines.append(f"  TeaCache  signal {', '.join(self.signals)}; {_named('coefficients', self.coefficients)}")
+        lines.append(f"  MagCache  {_named('ratios', self.ratios)}")
+        if self.notes:
+            lines.append(f"  declared  {self.notes}")
+        lines.append(f"  verified  a held step replays a computed one with diffusers {self.verified}")
+        return "\n".join(lines)
+
+
+def _why(segments: int, streams: int) -> str:
+    if segments <= streams:
+        return "one for each stream: nothing touches it between the blocks"
+    return "more than streams: the model does something of its own between blocks, which runs live on a held step"
+
+
+def _named(what: str, names: tuple[str, ...]) -> str:
+    return f"{what} of {', '.join(names)}" if names else f"no {what} ship: measure them"
+
+
+@cache
+def _measured() -> dict[str, Any]:
+    text = resources.files("holdover.models").joinpath("support.json").read_text()
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def supported() -> tuple[Support, ...]:
+    """Every transformer class that was tried, in alphabetical order."""
+    return tuple(_row(name) for name in sorted(_measured()["classes"]))
+
+
+def support_of(name: str) -> Support:
+    """One class; an unknown name is an error that says what an unlisted class can expect."""
+    known = _measured()["classes"]
+    if name in known:
+        return _row(name)
+    raise HoldoverError(
+        f"{name} is not in the table.{did_you_mean(name, known)} A class that is not listed is traced all the same: "
+        "holdover.check(transformer, **inputs) tells how."
+    )
+
+
+def _row(name: str) -> Support:
+    measured, family = _measured()["classes"][name], families_declared().get(name)
+    signals = tuple(s.name for s in family.signals) if family is not None else ()
+    return Support(
+        name=name,
+        cut=measured["cut"],
+        streams=tuple(measured["streams"]),
+        segments=measured.get("segments", 1),
+        sides=measured.get("sides", 0),
+        signals=signals or ("input",),
+        coefficients=tuple(p.name for p in shipped("tea_cache") if p.transformer_class == name),
+        ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),
+        verified=_measured()["diffusers"] if measured["replays"] else "",
+        notes=family.notes if family is not None else "",
+    )
