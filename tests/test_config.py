@@ -417,10 +417,16 @@ class _Own(Config):
     above: float = setting(1.0, gt=0, le=2)
     choice: str = setting("a", choices=("a", "b"))
     free: Any = setting(None)
+    unbounded: float = setting(0.0)
 
 
 def test_allowed_values_in_words() -> None:
-    assert [allowed_values(field) for field in _Own.settings()] == ["more than 0 and at most 2", "one of 'a', 'b'", ""]
+    assert [allowed_values(field) for field in _Own.settings()] == [
+        "more than 0 and at most 2",
+        "one of 'a', 'b'",
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, 2.1, NAN])
@@ -428,6 +434,12 @@ def test_a_bound_that_is_excluded(value: float) -> None:
     with pytest.raises(ConfigError, match="above must be more than 0 and at most 2"):
         _Own(above=value)
     assert _Own(above=2).above == 2.0
+
+
+def test_not_a_number_is_refused_where_there_are_no_bounds() -> None:
+    assert _Own(unbounded=-1e9).unbounded == -1e9
+    with pytest.raises(ConfigError, match="unbounded must be"):
+        _Own(unbounded=NAN)
 
 
 def test_a_field_of_any_type_takes_anything() -> None:

@@ -75,7 +75,13 @@ def test_a_suggestion_is_one_of_the_known_names_or_nothing(name: str, known: lis
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("mag_treshold", "mag_threshold"), ("thresh", "mag_threshold"), ("profiles", "profile"), ("MAG", None)],
+    [
+        ("mag_treshold", "mag_threshold"),
+        ("thresh", "mag_threshold"),
+        ("sginal", "signal"),
+        ("profiles", "profile"),
+        ("MAG", None),
+    ],
 )
 def test_suggestions(name: str, meant: str | None) -> None:
     known = ("mag_threshold", "profile", "signal")

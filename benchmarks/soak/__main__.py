@@ -64,7 +64,7 @@ def figures_of(outcome: Outcome) -> dict[str, Any]:
         "at_rest_end": asdict(outcome.samples[-1]),
         "growth": outcome.growth(),
         "growth_allowed": ALLOWED,
-        "seconds": round(outcome.seconds, 1),
+        "seconds": round(outcome.seconds),
         "faults": outcome.faults(),
         "by_pipeline": dict(outcome.by_pipeline),
         "comparisons": outcome.comparisons,

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Visit:
+class StepRecord:
     """One forward of one branch at one step."""
 
     transformer: str
@@ -35,7 +35,7 @@ class GenerationStats:
     method: str
     settings: dict[str, Any]
     steps: int | None = None
-    visits: list[Visit] = field(default_factory=list)
+    visits: list[StepRecord] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
 
@@ -45,7 +45,7 @@ class GenerationStats:
         several = len({v.transformer for v in self.visits}) > 1
         return tuple(dict.fromkeys(f"{v.transformer}/{v.branch}" if several else v.branch for v in self.visits))
 
-    def of_branch(self, branch: str) -> list[Visit]:
+    def of_branch(self, branch: str) -> list[StepRecord]:
         """The forwards of one branch, in order."""
         return [v for v in self.visits if branch in (v.branch, f"{v.transformer}/{v.branch}")]
 

@@ -65,9 +65,15 @@ class Adoptions:
         self._adopted = kept
 
     def release_all(self) -> None:
-        """Give every instance its class back, the last adopted first."""
+        """Give every instance its class back, the last adopted first; one that cannot be does not keep the others."""
+        errors = []
         while self._adopted:
-            _restore(*self._adopted.pop())
+            try:
+                _restore(*self._adopted.pop())
+            except EnableError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _restore(instance: Any, base: type, private: type) -> None:

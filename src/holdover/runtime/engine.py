@@ -12,23 +12,20 @@ from torch import nn
 
 from ..errors import HoldoverWarning
 from ..grid import Grid
-from ..models.arguments import host_values, shapes, structure
-from ..models.family import Signal
+from ..models.arguments import host_values, tensors_in
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
-from ..stats import Ledger, Stats, Visit
+from ..stats import Ledger, Stats, StepRecord
 from .adopt import Adoptions
-from .calls import Call, Outcome
+from .calls import Outcome
 from .clock import SchedulerClock, TimestepClock
 from .extracted import ExtractedSeam
 from .generation import Generation, Track
-from .method import Computed, Method
-from .seam import OTHER_PATH, Seam
-from .signals import PlannedChanges, plan_changes, relative_change, time_signal
+from .method import Method
+from .seam import Seam
 from .stopwatch import Stopwatch
 from .unit import Unit
-
-OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
+from .visit import Visit
 
 Plain = Callable[..., Any]
 Args = Sequence[Any]
@@ -72,8 +69,8 @@ class Engine:
 
     def uninstall(self) -> None:
         """Take the cut off: every object is what it was."""
-        self._finish()
         self._adoptions.release_all()
+        self._finish()
 
     def refresh(self, num_inference_steps: int | None) -> None:
         """The next forward begins a generation of that many steps, unless a scheduler says otherwise."""
@@ -108,18 +105,14 @@ class Engine:
         self._ledger.open(self._generation.stats)
 
     def _finish(self) -> None:
-        generation = self._generation
-        if generation.stats.visits and not generation.stats.finished:
-            generation.stats.finished = True
+        """The generation is over, complete or not: let go of everything."""
+        generation, self._track = self._generation, None
+        if generation.close():
             generation.method.finished()
             _warn_if_inactive(generation)
-        generation.drop()
-        self._track = None
 
     def _interrupt(self) -> None:
         """Whatever comes next belongs to another generation."""
-        self._generation.drop()
-        self._track = None
         self._clock.stop()
         self._bare.restart()
 
@@ -151,17 +144,19 @@ class Engine:
 
     def _governed(self, unit: Unit, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
         arguments = unit.arguments.of_call(args, kwargs)
-        kind = structure(arguments)
         step, branch = self._arrive(unit, arguments)
-        generation, method = self._generation, self._generation.method
-        watch = Stopwatch(unit.device)
-        reason = unit.family.must_compute(arguments) if method.holds else ASKED.reason
+        generation = self._generation
+        watch = Stopwatch(next(tensors_in(arguments)).device)
+        reason = unit.family.must_compute(arguments) if generation.method.holds else ASKED.reason
         if reason is not None:
             outcome = Outcome(plain(*args, **kwargs), Decision(True, reason), None)
         else:
-            outcome = self._visit(unit, method, (step, branch), (plain, args, kwargs), arguments, kind)
-        decision = outcome.decision
-        generation.stats.visits.append(Visit(unit.name, branch, step, decision.compute, decision.reason, watch.stop()))
+            visit = Visit(generation, unit, branch, step, arguments)
+            self._track = visit.track
+            outcome = self._seams[unit].run(visit.call(plain, args, kwargs))
+            visit.settle(outcome)
+        made = outcome.decision
+        generation.note(StepRecord(unit.name, branch, step, made.compute, made.reason, watch.stop()), unit)
         return outcome.output
 
     def _arrive(self, unit: Unit, arguments: Kwargs) -> tuple[int, str]:
@@ -192,77 +187,6 @@ class Engine:
         method = self._generation.method
         count = unit.hint.num_inference_steps or self._declared or method.declared_steps
         return Grid(count) if count else Grid.unbounded()
-
-    def _visit(
-        self,
-        unit: Unit,
-        method: Method,
-        at: tuple[int, str],
-        forward: tuple[Plain, Args, Kwargs],
-        arguments: Kwargs,
-        kind: Any,
-    ) -> Outcome:
-        """Take one forward across the seam and keep what it computed."""
-        step, branch = at
-        generation = self._generation
-        track = self._track = generation.track(unit, branch, method)
-        fits = (kind, shapes(arguments))
-        misfit = track.fits is not None and track.fits != fits
-        if misfit:
-            track.forget()
-        track.fits = fits
-        signal = method.signal(unit) if track.policy.needs_signal else None
-        planned = self._planned(unit, signal, step, arguments)
-        changes: list[float | None] = []
-
-        def at_this_step() -> torch.Tensor | None:
-            if signal is None or signal.of_time is None:
-                return None
-            return time_signal(unit, signal.of_time, unit.arguments.timestep(arguments))
-
-        def decide(read: torch.Tensor | None) -> Decision:
-            change = None
-            if planned is not None:
-                change = planned.since(track.seen, step)
-            elif track.policy.needs_signal:
-                change = _read_change(track, read if read is not None else at_this_step())
-            changes.append(change)
-            decision = track.policy.decide(step, change, track.state)
-            return OTHER_INPUTS if misfit and decision is NOTHING_HELD else decision
-
-        at_head = signal.of_block if signal is not None and planned is None else None
-        call = Call(
-            *forward, kind, at_head, decide, lambda: track.predicted(step, method.predictor), method.passes(unit)
-        )
-        outcome = self._seams[unit].run(call)
-        track.seen = step
-        if outcome.decision is OTHER_PATH:
-            track.restart(step)
-        if outcome.held is not None:
-            track.store(step, outcome.held, method.predictor.depth)
-            generation.stats.peak_bytes = max(generation.stats.peak_bytes, generation.nbytes)
-            if method.observes:
-                grid = generation.grid_of(unit)
-                method.observe(Computed(unit, branch, step, grid, changes[-1], outcome.held.main, outcome.output))
-        if step >= generation.grid_of(unit).last:
-            track.forget()  # nothing after this step
-        return outcome
-
-    def _planned(self, unit: Unit, signal: Signal | None, step: int, arguments: Kwargs) -> PlannedChanges | None:
-        """The changes of a timestep-only signal for this generation; made before its first step."""
-        if signal is None or signal.of_time is None:
-            return None
-        generation, of_time = self._generation, signal.of_time
-        timestep = unit.arguments.timestep(arguments)
-        return generation.planned(unit, lambda: plan_changes(unit, of_time, generation.grid_of(unit), step, timestep))
-
-
-def _read_change(track: Track, signal: torch.Tensor | None) -> float | None:
-    """The change of a signal since this branch's last step: the one scalar that is read."""
-    before, track.signal = track.signal, signal
-    if signal is None or before is None:
-        return None
-    return float(relative_change(signal, before))
 
 
 def _warn_if_inactive(generation: Generation) -> None:

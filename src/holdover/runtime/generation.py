@@ -11,7 +11,7 @@ import torch
 from ..grid import Grid
 from ..policies.base import Policy
 from ..predictors.linear import Predictor
-from ..stats import GenerationStats
+from ..stats import GenerationStats, StepRecord
 from .branches import Branches
 from .method import Method
 from .residuals import Held
@@ -30,6 +30,14 @@ class Track:
     seen: int | None = None
     anchors: list[int] = field(default_factory=list)
     residuals: list[Held] = field(default_factory=list)
+
+    def refit(self, fits: Any) -> bool:
+        """Forget what was held for inputs of another kind; says whether there was any."""
+        changed = self.fits is not None and self.fits != fits
+        if changed:
+            self.forget()
+        self.fits = fits
+        return changed
 
     def forget(self) -> None:
         """What was held does not fit any more."""
@@ -68,6 +76,7 @@ class Generation:
         self.method = method
         self.stats = GenerationStats(method.name, method.config.as_dict())
         self.step = -1
+        self._open = True
         self._grids: dict[Unit, Grid] = {}
         self._planned: dict[Unit, PlannedChanges | None] = {}
         self._branches: dict[Unit, Branches] = {}
@@ -95,19 +104,31 @@ class Generation:
             self._planned[unit] = plan()
         return self._planned[unit]
 
-    def track(self, unit: Unit, branch: str, method: Method) -> Track:
+    def track(self, unit: Unit, branch: str) -> Track:
         """One branch of one transformer."""
         track = self._tracks.get((unit, branch))
         if track is None:
-            policy = method.policy(unit, branch, self._grids[unit])
+            policy = self.method.policy(unit, branch, self._grids[unit])
             track = self._tracks[unit, branch] = Track(policy, policy.start())
         return track
+
+    def note(self, record: StepRecord, unit: Unit) -> None:
+        """A forward has returned."""
+        self.stats.visits.append(record)
+        if record.step >= self._grids[unit].count - 1:
+            self.stats.finished = True
 
     def drop(self) -> None:
         """Let go of every tensor."""
         self._tracks.clear()
         self._branches.clear()
         self._planned.clear()
+
+    def close(self) -> bool:
+        """End the generation; says whether it had begun and was still open."""
+        self.drop()
+        was_open, self._open = self._open, False
+        return was_open and bool(self.stats.visits)
 
     @property
     def nbytes(self) -> int:
