@@ -20,6 +20,7 @@ from holdover.models.registry import families_declared
 from holdover.profiles import MagCacheProfile, Profile, TeaCacheProfile, shipped
 from holdover.selector import config_class
 from holdover.stats import GenerationStats, Stats
+from holdover.support import Support, supported
 from holdover.teacache.method import polynomial_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,15 +116,14 @@ def signals(family: Family) -> str:
 
 def short_models() -> str:
     """For the README: the families of which constants ship."""
-    rows, others = [], 0
+    rows, others = [], {row.name for row in supported()}
     for family in families():
         tea, mag = profiles_of(family, "tea_cache"), profiles_of(family, "mag_cache")
         if tea or mag:
             rows.append((family.name, _count(tea, "measure coefficients"), _count(mag, "measure ratios")))
-        else:
-            others += len(family.classes)
-    rows.append((f"{others} more classes with a declaration", "measure coefficients", "measure ratios"))
-    rows.append(("any other transformer", "measure coefficients", "measure ratios"))
+            others -= set(family.classes)
+    rows.append((f"{len(others)} more classes of diffusers", "measure coefficients", "measure ratios"))
+    rows.append(("a transformer of your own", "measure coefficients", "measure ratios"))
     return table(("model family", "`tea_cache`", "`mag_cache`"), rows)
 
 
@@ -168,6 +168,14 @@ constants are measured with your pipeline: [coefficients](methods/teacache.md#me
 
 {table(head, rows)}
 
+## Every transformer class of diffusers
+
+{verdict(supported())} A segment is an unbroken stretch of a stream: more segments than streams means that the model
+does something of its own between blocks, which [runs live](architecture.md#segments) on a held step. `holdover models`
+prints this table, `holdover models FluxTransformer2DModel` one class.
+
+{table(CLASS_HEAD, (class_row(row) for row in supported()))}
+
 ## TeaCache profiles
 
 A profile is chosen by the transformer's class, then by what tells variants of a class apart; `profile="..."` chooses
@@ -191,8 +199,24 @@ What the sources say or leave out, as it was noted when the numbers were taken o
 """
 
 
+CLASS_HEAD = ("class", "lists of blocks", "streams", "segments", "side outputs")
 TEA_HEAD = ("profile", "model", "chosen when", "signal", "computed at the start", "least", "thresholds", "source")
 MAG_HEAD = ("profile", "model", "chosen when", "steps", "branches", "never held", "advised", "source")
+
+
+def class_row(row: Support) -> Sequence[str]:
+    lists = row.cut.split(";")[0]
+    return f"`{row.name}`", lists, str(len(row.streams)), str(row.segments), str(row.sides or "")
+
+
+def verdict(rows: Sequence[Support]) -> str:
+    """How many classes replay, and with which diffusers."""
+    versions = {row.verified for row in rows if row.verified}
+    count = sum(bool(row.verified) for row in rows)
+    return (
+        f"Each was built as a tiny model with random weights. With diffusers {', '.join(sorted(versions))} a held step "
+        f"replays a computed one in {count} of {len(rows)}."
+    )
 
 
 def tea_row(profile: TeaCacheProfile) -> Sequence[str]:

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from .errors import HoldoverError, did_you_mean
+from .models.family import Family, never, one_expert
 from .models.registry import families_declared
 from .profiles import shipped
 
@@ -91,5 +92,18 @@ def _row(name: str) -> Support:
         coefficients=tuple(p.name for p in shipped("tea_cache") if p.transformer_class == name),
         ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),
         verified=_measured()["diffusers"] if measured["replays"] else "",
-        notes=family.notes if family is not None else "",
+        notes=_declared(family) if family is not None else "",
     )
+
+
+def _declared(family: Family) -> str:
+    """What a family says that no trace can show, in words."""
+    facts = {
+        f"the signal is read at {family.head}": family.head is not None,
+        "passes that write a cache of their own are never held": family.must_compute is not never,
+        "two experts, each with its own steps": family.range_of is not one_expert,
+        "the model is given 1 - t": family.time_runs_up,
+        f"branches are told apart by {', '.join(family.conditioning)}": bool(family.conditioning),
+        family.notes: bool(family.notes),
+    }
+    return "; ".join(fact for fact, holds in facts.items() if holds)

@@ -8,6 +8,7 @@ ends one chain and begins the next, so it runs live on a held step and is counte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .arguments import Key
 
@@ -50,7 +51,7 @@ class Cut:
     chains: tuple[Chain, ...]
     head: int = 0
 
-    @property
+    @cached_property
     def lists(self) -> dict[str, int]:
         """How many blocks of each list are called."""
         counts: dict[str, int] = {}
@@ -68,7 +69,7 @@ class Cut:
         """How many outputs are not carried on and are replayed as they were."""
         return sum(len(call.sides) for call in self.calls)
 
-    @property
+    @cached_property
     def main_stream(self) -> str:
         """The stream the head block's image tokens travel in."""
         streams = [self.chains[link.chain].stream for link in self.calls[self.head].links]

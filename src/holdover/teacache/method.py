@@ -88,10 +88,8 @@ class TeaCacheMethod(Method):
         return _Constants(self._signal(unit, profile.signal), profile, None)
 
     def _signal(self, unit: Unit, name: str | None) -> Signal:
-        if name == INPUT.name:
-            return INPUT
         signal = unit.family.signal(name)
-        if signal is None and name is None:
+        if signal is None and name in (None, INPUT.name):
             return INPUT
         if signal is None:
             known = [s.name for s in unit.family.signals] + [INPUT.name]

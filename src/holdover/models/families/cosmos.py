@@ -26,7 +26,12 @@ def generated(block: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
 
 
 FAMILIES = (
-    Family("Cosmos", ("CosmosTransformer3DModel",), signals=(Signal("modulated", of_block=modulated),)),
+    Family(
+        "Cosmos",
+        ("CosmosTransformer3DModel",),
+        signals=(Signal("modulated", of_block=modulated),),
+        notes="A ControlNet's residuals enter inside the blocks: a held step holds their effect too.",
+    ),
     Family(
         "Cosmos 3",
         ("Cosmos3OmniTransformer",),
