@@ -21,10 +21,10 @@ test: setup lint
 	$(BIN)/python -m pytest -n 2 --durations=10
 
 lint: setup
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples training docs
+	$(BIN)/ruff format --check src tests benchmarks examples training docs
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 docs: setup
 	$(BIN)/mkdocs build --strict --site-dir site

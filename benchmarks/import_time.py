@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -28,10 +28,10 @@ LISTS_HEAVY = "; import sys; print([m for m in ('torch', 'diffusers') if m in sy
 
 def seconds(statement: str) -> float:
     """The CPU time of a process that runs this and nothing else."""
-    begin = os.times()
+    begin = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", statement], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = os.times()
-    return end.children_user + end.children_system - begin.children_user - begin.children_system
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
 
 
 def heavy_modules(statement: str) -> list[str]:

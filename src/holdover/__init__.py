@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .selector import get_cache_backend as get_cache_backend
     from .teacache import TeaCacheBackend as TeaCacheBackend
     from .teacache import TeaCacheConfig as TeaCacheConfig
+    from .zoo import load as load
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _HOMES = {
     ),
     "selector": ("get_cache_backend",),
     "teacache": ("TeaCacheBackend", "TeaCacheConfig"),
+    "zoo": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

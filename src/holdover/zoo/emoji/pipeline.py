@@ -1,0 +1,310 @@
+"""EmojiPipeline: text to 64x64 emoji with a small Flux transformer that works on pixels, without a VAE.
+
+The "latents" are packed, normalised pixels (see patches.py). The pipeline follows diffusers' conventions, so
+that whatever works on a FluxPipeline (caches, offload, callbacks, other flow-matching schedulers) works here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from diffusers.utils import logging
+from diffusers.utils.torch_utils import randn_tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...errors import ConfigError
+from .patches import position_ids, unpack
+from .request import Embeds, Request, check_callback_tensors, check_generators, check_scheduler, check_size
+
+logger = logging.get_logger(__name__)
+
+OnStepEnd = Callable[[int, Any, dict[str, torch.Tensor]], None]
+StepCallback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
+Generators = torch.Generator | list[torch.Generator]
+Encoded = tuple[torch.Tensor, torch.Tensor]
+
+
+def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
+    """Flux's `mu` for schedulers that shift by resolution: linear in the number of image tokens."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    return float(start + (end - start) * (image_tokens - low) / (high - low))
+
+
+class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Text-to-emoji: `EmojiPipeline.from_pretrained(folder)("red apple, glossy 3d style").images[0]`.
+
+    `tokenizer` and `text_encoder` turn captions into token states and one pooled vector; `transformer` predicts
+    the flow-matching velocity; `pixel_mean` and `pixel_std` normalised the training pixels (in [-1, 1]).
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer"
+    _callback_tensor_inputs = [
+        "latents",
+        "prompt_embeds",
+        "pooled_prompt_embeds",
+        "negative_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    ]
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        text_encoder: PreTrainedModel,
+        transformer: FluxTransformer2DModel,
+        scheduler: SchedulerMixin,
+        pixel_mean: list[float] | None = None,
+        pixel_std: list[float] | None = None,
+        patch_size: int = 4,
+        sample_size: int = 64,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            tokenizer=tokenizer, text_encoder=text_encoder, transformer=transformer, scheduler=scheduler
+        )
+        self.register_to_config(
+            pixel_mean=pixel_mean or [0.0] * 3,
+            pixel_std=pixel_std or [1.0] * 3,
+            patch_size=patch_size,
+            sample_size=sample_size,
+        )
+        self.image_processor = VaeImageProcessor(vae_scale_factor=patch_size)
+        self._guidance_scale = 1.0
+        self._num_timesteps = 0
+        self._interrupt = False
+
+    @property
+    def guidance_scale(self) -> float:
+        return self._guidance_scale
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        return self._guidance_scale > 1
+
+    @property
+    def num_timesteps(self) -> int:
+        return self._num_timesteps
+
+    @property
+    def _patch(self) -> int:
+        return int(self.config.patch_size)
+
+    @property
+    def interrupt(self) -> bool:
+        return self._interrupt
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        num_images_per_prompt: int = 1,
+        device: torch.device | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        pooled_prompt_embeds: torch.Tensor | None = None,
+    ) -> Encoded:
+        """Token states (B*n, tokens, width) and pooled vectors (B*n, width); every prompt n times in a row."""
+        device = device or self._execution_device
+        if prompt_embeds is None or pooled_prompt_embeds is None:
+            if prompt is None:
+                raise ConfigError("pass a prompt, or prompt_embeds with pooled_prompt_embeds")
+            prompt_embeds, pooled_prompt_embeds = self._encode([prompt] if isinstance(prompt, str) else prompt, device)
+        dtype = self.transformer.dtype
+        states = prompt_embeds.to(device, dtype).repeat_interleave(num_images_per_prompt, dim=0)
+        pooled = pooled_prompt_embeds.to(device, dtype).repeat_interleave(num_images_per_prompt, dim=0)
+        return states, pooled
+
+    def _encode(self, prompts: list[str], device: torch.device) -> Encoded:
+        limit = self.tokenizer.model_max_length
+        full = self.tokenizer(prompts)["input_ids"]
+        for prompt, ids in zip(prompts, full, strict=True):
+            if len(ids) > limit:
+                logger.warning(f"the prompt has {len(ids)} tokens, the model reads {limit}; cut short: {prompt!r}")
+        batch = self.tokenizer(prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
+        mask = batch["attention_mask"].to(device)
+        output = self.text_encoder(input_ids=batch["input_ids"].to(device), attention_mask=mask)
+        states = output.last_hidden_state
+        return states * mask[..., None].to(states.dtype), output.pooler_output
+
+    def prepare_latents(
+        self,
+        batch_size: int,
+        size: tuple[int, int],
+        device: torch.device,
+        generator: Generators | None = None,
+        latents: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Noise for `batch_size` pictures as (B, tokens, channels), or the given latents on the device."""
+        patch = self._patch
+        shape = (batch_size, (size[0] // patch) * (size[1] // patch), self.transformer.config.in_channels)
+        if latents is None:
+            check_generators(generator, batch_size)
+            noise: torch.Tensor = randn_tensor(shape, generator, device, self.transformer.dtype)
+            return noise
+        if tuple(latents.shape) != shape:
+            raise ConfigError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
+        return latents.to(device, self.transformer.dtype)
+
+    def decode_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Packed latents -> pictures (B, 3, H, W) in [-1, 1]."""
+        pictures = unpack(latents.float(), height, width, self._patch)
+        mean = torch.tensor(self.config.pixel_mean, device=latents.device).view(1, 3, 1, 1)
+        std = torch.tensor(self.config.pixel_std, device=latents.device).view(1, 3, 1, 1)
+        return (pictures * std + mean).clamp(-1, 1)
+
+    def prepare_timesteps(
+        self, steps: int, sigmas: Sequence[float] | None, image_tokens: int, device: torch.device
+    ) -> torch.Tensor:
+        """Set the scheduler's grid: the given sigmas, else evenly spaced ones where it takes sigmas."""
+        config = self.scheduler.config
+        arguments: dict[str, Any] = {"num_inference_steps": steps}
+        takes_sigmas = "sigmas" in inspect.signature(self.scheduler.set_timesteps).parameters
+        if sigmas is not None and not takes_sigmas:
+            raise ConfigError(f"{type(self.scheduler).__name__} takes no sigmas; pass num_inference_steps")
+        if sigmas is not None:
+            arguments["sigmas"] = list(sigmas)
+        elif takes_sigmas and not config.get("use_flow_sigmas", False):
+            arguments["sigmas"] = np.linspace(1.0, 1 / steps, steps)
+        if config.get("use_dynamic_shifting", False):
+            arguments["mu"] = dynamic_shift(config, image_tokens)
+        self.scheduler.set_timesteps(device=device, **arguments)
+        self.scheduler.set_begin_index(0)
+        return torch.as_tensor(self.scheduler.timesteps)
+
+    def _velocity(self, tensors: dict[str, torch.Tensor], timestep: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """One model evaluation: the conditional branch, then the unconditional one if guidance is on."""
+
+        def branch(name: str, prefix: str) -> torch.Tensor:
+            states = tensors[f"{prefix}prompt_embeds"]
+            with self.transformer.cache_context(name):
+                output: torch.Tensor = self.transformer(
+                    hidden_states=tensors["latents"],
+                    timestep=timestep,
+                    encoder_hidden_states=states,
+                    pooled_projections=tensors[f"{prefix}pooled_prompt_embeds"],
+                    txt_ids=torch.zeros(states.shape[1], 3, device=ids.device),
+                    img_ids=ids,
+                    return_dict=False,
+                )[0]
+            return output
+
+        cond = branch("cond", "")
+        if not self.do_classifier_free_guidance:
+            return cond
+        uncond = branch("uncond", "negative_")
+        return uncond + self._guidance_scale * (cond - uncond)
+
+    def _denoise(
+        self,
+        tensors: dict[str, torch.Tensor],
+        timesteps: torch.Tensor,
+        ids: torch.Tensor,
+        steps: int,
+        on_step_end: OnStepEnd,
+    ) -> torch.Tensor:
+        """The loop; `tensors` holds latents and embeds, and callbacks may exchange any of them."""
+        order = self.scheduler.order
+        warmup = max(len(timesteps) - steps * order, 0)
+        train_steps = self.scheduler.config.num_train_timesteps
+        with self.progress_bar(total=steps) as bar:
+            for index, timestep in enumerate(timesteps):
+                if self._interrupt:
+                    continue
+                latents = tensors["latents"]
+                velocity = self._velocity(tensors, timestep.expand(latents.shape[0]) / train_steps, ids)
+                stepped = self.scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+                tensors["latents"] = stepped.to(latents.dtype)
+                on_step_end(index, timestep, tensors)
+                if index == len(timesteps) - 1 or (index + 1 > warmup and (index + 1) % order == 0):
+                    bar.update()
+        return tensors["latents"]
+
+    def _step_end(self, callback: Any, names: Sequence[str]) -> OnStepEnd:
+        """The user's callback as a function that lets it see and exchange the tensors it asked for."""
+        if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+            names = callback.tensor_inputs
+        check_callback_tensors(names, self._callback_tensor_inputs)
+
+        def on_step_end(index: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> None:
+            if callback is not None:
+                given = {name: tensors.get(name) for name in names}
+                changed = callback(self, index, timestep, given) or {}
+                check_callback_tensors(list(changed), self._callback_tensor_inputs)
+                tensors.update({name: tensor for name, tensor in changed.items() if tensor is not None})
+
+        return on_step_end
+
+    def _tensors(self, request: Request, device: torch.device) -> dict[str, torch.Tensor]:
+        """The embeds of both branches under the names callbacks know them by."""
+        count, given = request.images_per_prompt, request.embeds
+        states, pooled = self.encode_prompt(request.prompt, count, device, given.states, given.pooled)
+        tensors = {"prompt_embeds": states, "pooled_prompt_embeds": pooled}
+        if self.do_classifier_free_guidance:
+            given = request.negative_embeds
+            states, pooled = self.encode_prompt(request.negatives, count, device, given.states, given.pooled)
+            tensors |= {"negative_prompt_embeds": states, "negative_pooled_prompt_embeds": pooled}
+        return tensors
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        negative_prompt: str | list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 30,
+        sigmas: Sequence[float] | None = None,
+        guidance_scale: float = 3.0,
+        num_images_per_prompt: int = 1,
+        generator: Generators | None = None,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        pooled_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_pooled_prompt_embeds: torch.Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: StepCallback | PipelineCallback | MultiPipelineCallbacks | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> ImagePipelineOutput | tuple[Any]:
+        """Draw pictures for the prompts.
+
+        `guidance_scale` above 1 runs a second, unconditional branch on `negative_prompt` (default: the empty
+        caption the model was trained with). `latents` are packed noise, (B, tokens, channels). `output_type`
+        is "pil", "np", "pt" or "latent". All other arguments mean what they mean in FluxPipeline.
+        """
+        default = self.config.sample_size
+        request = Request(
+            prompt,
+            Embeds(prompt_embeds, pooled_prompt_embeds),
+            negative_prompt,
+            Embeds(negative_prompt_embeds, negative_pooled_prompt_embeds, "negative_prompt_embeds"),
+            check_size(default if height is None else height, default if width is None else width, self._patch),
+            num_inference_steps if sigmas is None else len(sigmas),
+            guidance_scale,
+            num_images_per_prompt,
+            output_type,
+        )
+        on_step_end = self._step_end(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        check_scheduler(self.scheduler)
+        self._guidance_scale, self._interrupt = float(guidance_scale), False
+        device = self._execution_device
+        tensors = self._tensors(request, device)
+        tensors["latents"] = self.prepare_latents(request.total, request.size, device, generator, latents)
+        timesteps = self.prepare_timesteps(request.steps, sigmas, tensors["latents"].shape[1], device)
+        self._num_timesteps = len(timesteps)
+        ids = position_ids(*request.size, self._patch, device)
+        images: Any = self._denoise(tensors, timesteps, ids, request.steps, on_step_end)
+
+        if output_type != "latent":
+            images = self.decode_latents(images, *request.size)
+            images = self.image_processor.postprocess(images, output_type=output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images) if return_dict else (images,)

@@ -1,0 +1,321 @@
+"""Train the emoji model by flow matching (arXiv 2209.03003), with logit-normal times (arXiv 2403.03206) and an EMA.
+
+    python training/emoji/train.py build/emoji --out build/emoji/run --minutes 17
+
+The learning rate follows the share of the planned minutes (or steps) that has passed, so a run fits its budget on
+any machine. `--stop-after` ends one process early and keeps a checkpoint in --state; the same command goes on from
+there. Writes weights-*.safetensors (EMA, bfloat16), tokenizer.json and run.json; export.py makes the pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from dataset import Emoji, load_split, pixel_statistics, read, tokenizer_texts
+from model import (
+    TINY,
+    Shape,
+    Velocity,
+    keep_times_exact,
+    load_shards,
+    make_text_encoder,
+    make_transformer,
+    save_shards,
+    train_tokenizer,
+    wrap_tokenizer,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+EVAL_TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the training depends on besides data and seed."""
+
+    batch: int = 512
+    rate: float = 1e-3
+    warmup: int = 500
+    decay: float = 0.01
+    ema: float = 0.9995
+    dropout: float = 0.1
+    time_std: float = 1.2
+    clip: float = 1.0
+
+
+@dataclass
+class Clock:
+    """How far the planned training has come, over all its processes."""
+
+    planned_steps: int | None
+    planned_seconds: float | None
+    step: int = 0
+    seconds: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+
+    def restart(self) -> None:
+        """Leave out the time until now (compilation)."""
+        self._since = time.monotonic()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self.step, self.seconds, self._since = self.step + 1, self.seconds + now - self._since, now
+
+    @property
+    def progress(self) -> float:
+        shares = [0.0]
+        if self.planned_steps:
+            shares.append(self.step / self.planned_steps)
+        if self.planned_seconds:
+            shares.append(self.seconds / self.planned_seconds)
+        return min(max(shares), 1.0)
+
+
+def learning_rate(settings: Settings, clock: Clock) -> float:
+    """Linear warm-up, then a cosine to zero at the end of the plan."""
+    warm = min(1.0, (clock.step + 1) / settings.warmup)
+    return settings.rate * warm * 0.5 * (1 + math.cos(math.pi * clock.progress))
+
+
+def flow_loss(
+    model: Callable[..., torch.Tensor],
+    pictures: torch.Tensor,
+    captions: torch.Tensor,
+    times: torch.Tensor,
+    noise: torch.Tensor,
+) -> torch.Tensor:
+    """Mean squared error of the velocity `noise - picture` on the straight line between the two."""
+    share = times.view(-1, 1, 1)
+    noisy = (1 - share) * pictures + share * noise
+    with torch.autocast(pictures.device.type, torch.bfloat16):
+        velocity = model(noisy, times, captions)
+    return (velocity.float() - (noise - pictures)).square().mean()
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "embeddings" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or "embeddings" in n]
+    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.99), fused=on_gpu)
+
+
+class Trainer:
+    """Model, EMA, optimizer and clock: what a checkpoint holds."""
+
+    def __init__(self, model: Velocity, settings: Settings, clock: Clock, seed: int) -> None:
+        self.model, self.settings, self.clock, self.seed = model, settings, clock, seed
+        self.forward: Callable[..., torch.Tensor] = model
+        self.optimizer = make_optimizer(model, settings)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.parameters = list(model.parameters())
+        self.ema = [parameter.detach().clone() for parameter in self.parameters]
+        self.device = self.parameters[0].device
+        self.reseed()
+
+    def reseed(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(self.seed + self.clock.step)
+
+    def compile(self, how: str) -> None:
+        if how == "blocks":
+            self.model.transformer.compile_repeated_blocks()
+            self.model.text_encoder.compile()
+        elif how != "none":
+            self.forward = torch.compile(self.model, mode=None if how == "all" else how)
+
+    def step(self, data: Emoji) -> torch.Tensor:
+        """One optimizer step; returns the loss without waiting for it."""
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, self.clock)
+        pictures, captions = data.batch(settings.batch, settings.dropout, self.generator)
+        noise = torch.randn(pictures.shape, generator=self.generator, device=self.device)
+        normal = torch.randn(len(pictures), generator=self.generator, device=self.device)
+        loss = flow_loss(self.forward, pictures, captions, torch.sigmoid(normal * settings.time_std), noise)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters, settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        keep = min(settings.ema, (1 + self.clock.step) / (10 + self.clock.step))
+        torch._foreach_lerp_(self.ema, [p.detach() for p in self.parameters], 1 - keep)
+        return loss.detach()
+
+    def swap(self) -> None:
+        """Exchange the weights and their EMA."""
+        for parameter, average in zip(self.parameters, self.ema, strict=True):
+            kept = parameter.detach().clone()
+            parameter.data.copy_(average)
+            average.copy_(kept)
+
+    def validate(self, splits: dict[str, Emoji]) -> dict[str, list[float]]:
+        """EMA loss at a few times on fixed noise, for the first batch of each split."""
+        self.swap()
+        losses: dict[str, list[float]] = {}
+        for name, data in splits.items():
+            pictures, captions = data.rows(self.settings.batch)
+            noise = torch.randn(
+                pictures.shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device
+            )
+            at = [torch.full((len(pictures),), value, device=self.device) for value in EVAL_TIMES]
+            values = [flow_loss(self.forward, pictures, captions, times, noise).detach() for times in at]
+            losses[name] = [round(value, 5) for value in torch.stack(values).tolist()]
+        self.swap()
+        return losses
+
+    def save(self, path: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter, average in zip(self.names, self.parameters, self.ema, strict=True):
+            state = self.optimizer.state[parameter]
+            tensors |= {f"model/{name}": parameter.detach(), f"ema/{name}": average}
+            tensors |= {f"first/{name}": state["exp_avg"], f"second/{name}": state["exp_avg_sq"]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        notes = {"step": str(self.clock.step), "seconds": str(self.clock.seconds)}
+        save_file(tensors, path.with_suffix(".new"), metadata=notes)
+        path.with_suffix(".new").replace(path)
+
+    def resume(self, path: Path) -> None:
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            notes = file.metadata()
+            self.clock.step, self.clock.seconds = int(notes["step"]), float(notes["seconds"])
+            for name, parameter, average in zip(self.names, self.parameters, self.ema, strict=True):
+                parameter.data.copy_(file.get_tensor(f"model/{name}"))
+                average.copy_(file.get_tensor(f"ema/{name}"))
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(self.clock.step), device=self.device if parameter.is_cuda else None),
+                    "exp_avg": file.get_tensor(f"first/{name}"),
+                    "exp_avg_sq": file.get_tensor(f"second/{name}"),
+                }
+        self.reseed()
+
+    def start_from(self, folder: Path) -> None:
+        """Begin with exported weights (a fresh optimizer): when a checkpoint was lost."""
+        for name, tensor in load_shards(folder).items():
+            index = self.names.index(name)
+            self.parameters[index].data.copy_(tensor)
+            self.ema[index].copy_(tensor)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: average.to(torch.bfloat16) for name, average in zip(self.names, self.ema, strict=True)}
+
+
+def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Tensor], speed: float) -> dict[str, Any]:
+    """Where the training stands; ends the process when the loss is no number."""
+    loss, clock = torch.stack(losses).mean().item(), trainer.clock
+    if not math.isfinite(loss):
+        raise SystemExit(f"the loss is {loss} at step {clock.step}; try a lower --rate")
+    entry: dict[str, Any] = {"step": clock.step, "seconds": round(clock.seconds, 1), "loss": round(loss, 5)}
+    entry |= {"rate": learning_rate(trainer.settings, clock), "pictures_per_second": round(speed)}
+    entry |= trainer.validate(splits)
+    print(json.dumps(entry), flush=True)
+    return entry
+
+
+def train(trainer: Trainer, splits: dict[str, Emoji], log: list[dict[str, Any]], stop_at: float, every: int) -> None:
+    """Steps until the plan is done or the process has to end; a log entry every so often."""
+    clock, mark, marked = trainer.clock, time.monotonic(), -1
+    losses: list[torch.Tensor] = []
+    while clock.progress < 1 and time.monotonic() < stop_at:
+        losses.append(trainer.step(splits["train"]))
+        if marked < 0:  # the first step of this process, with the compilation in it
+            losses[0].item()
+            clock.restart()
+            mark, marked = time.monotonic(), clock.step
+        clock.tick()
+        if clock.step % 100 == 0:
+            losses[-1].item()  # keeps the clock honest: no more than 100 steps ahead of the device
+        if clock.step % every == 0 or clock.progress >= 1:
+            speed = (clock.step - marked) * trainer.settings.batch / max(time.monotonic() - mark, 1e-9)
+            log.append(log_entry(trainer, splits, losses, speed))
+            losses, mark, marked = [], time.monotonic(), clock.step
+
+
+def keep_tokenizer(path: Path, texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of this run: trained once, then read back, since training it again may number tokens anew."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(texts, vocabulary).backend_tokenizer.save(str(path))
+    return wrap_tokenizer(Tokenizer.from_file(str(path)))
+
+
+def write_run(folder: Path, trainer: Trainer, about: dict[str, Any]) -> None:
+    """What export.py reads, but for the tokenizer: the EMA weights and run.json."""
+    clock = trainer.clock
+    about = {"settings": asdict(trainer.settings), "torch": torch.__version__} | about
+    about |= {"step": clock.step, "seconds": clock.seconds, "progress": clock.progress}
+    (folder / "run.json").write_text(json.dumps(about))
+    save_shards(trainer.weights(), folder)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with images.npz and captions.jsonl (build_data.py)")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--state", type=Path, help="checkpoint file (default: OUT/state.safetensors)")
+    parser.add_argument("--start-from", type=Path, help="folder of weights-*.safetensors to begin with")
+    parser.add_argument("--minutes", type=float, help="planned training time over all processes")
+    parser.add_argument("--steps", type=int, help="planned steps over all processes")
+    parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds until this process ends")
+    parser.add_argument("--batch", type=int, default=Settings.batch)
+    parser.add_argument("--rate", type=float, default=Settings.rate)
+    parser.add_argument("--warmup", type=int, default=Settings.warmup)
+    parser.add_argument("--log-every", type=int, default=500)
+    parser.add_argument("--compile", default="blocks", help="none, blocks, all, or a mode of torch.compile")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="a model of 60 thousand parameters, to try the recipe")
+    options = parser.parse_args()
+    if options.minutes is None and options.steps is None:
+        parser.error("say how long: --minutes or --steps")
+    return options
+
+
+def main() -> None:
+    started = time.monotonic()
+    options = parse()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # no plan for these shapes in the backward pass on some versions
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    device, shape = torch.device(options.device), TINY if options.tiny else Shape()
+    state = options.state or options.out / "state.safetensors"
+    images, rows = read(options.data)
+    if options.start_from and not state.exists():
+        shutil.copy(options.start_from / "tokenizer.json", state.with_suffix(".tokenizer.json"))
+    tokenizer = keep_tokenizer(state.with_suffix(".tokenizer.json"), tokenizer_texts(rows), shape.vocabulary)
+    splits = {name: load_split(images, rows, name, tokenizer, device) for name in ("train", "val_pair", "val_concept")}
+    model = Velocity(make_text_encoder(shape), make_transformer(shape)).to(device).train()
+    keep_times_exact(model.transformer, torch.bfloat16)
+    settings = Settings(batch=options.batch, rate=options.rate, warmup=options.warmup)
+    clock = Clock(options.steps, options.minutes and options.minutes * 60)
+    trainer = Trainer(model, settings, clock, options.seed)
+    log: list[dict[str, Any]] = []
+    if state.exists():
+        trainer.resume(state)
+        log = json.loads(state.with_suffix(".json").read_text())
+    elif options.start_from:
+        trainer.start_from(options.start_from)
+    trainer.compile(options.compile)
+    train(trainer, splits, log, started + options.stop_after, options.log_every)
+    trainer.save(state)
+    state.with_suffix(".json").write_text(json.dumps(log))
+    mean, std = pixel_statistics(images, rows)
+    write_run(options.out, trainer, {"shape": asdict(shape), "pixel_mean": mean, "pixel_std": std, "log": log})
+    tokenizer.backend_tokenizer.save(str(options.out / "tokenizer.json"))
+    print(f"step {clock.step}, {clock.progress:.1%} of the plan, {time.monotonic() - started:.0f} s in this process")
+
+
+if __name__ == "__main__":
+    main()
