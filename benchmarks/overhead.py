@@ -1,7 +1,7 @@
 """What holdover costs on the host: a held forward beside a computed one, and what a computed one pays extra.
 
 Tiny models on one CPU thread, where the host's work weighs most. Seconds are CPU time of that thread, so that a shared
-machine does not disturb them; the pipelines that are compared take turns. `python -m benchmarks.overhead`.
+machine disturbs them less; what is compared takes turns on the same weights. `python -m benchmarks.overhead`.
 """
 
 from __future__ import annotations
@@ -116,38 +116,50 @@ def generation(pipe: Any, call: Call) -> tuple[list[float], float]:
         return transformer.seconds, time.thread_time() - begin
 
 
-def without_blocks(pipe: Any) -> Any:
-    """The pipeline with empty lists of blocks: what runs on every held step, whoever holds it."""
-    for name, child in list(pipe.transformer.named_children()):
-        if isinstance(child, nn.ModuleList):
-            setattr(pipe.transformer, name, nn.ModuleList())
-    return pipe
+@contextmanager
+def without_blocks(transformer: nn.Module) -> Iterator[None]:
+    """Empty lists of blocks for a while: what is left runs on every held step, whoever holds it."""
+    lists = {name: child for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
+    for name in lists:
+        setattr(transformer, name, nn.ModuleList())
+    try:
+        yield
+    finally:
+        for name, blocks in lists.items():
+            setattr(transformer, name, blocks)
+
+
+def turn(case: Case, pipe: Any) -> dict[str, tuple[float, float]]:
+    """One generation of each kind on the same weights: its median forward, and all of it by the forward."""
+    times = {"plain": _typical(*generation(pipe, case.call))}
+    for kind, threshold in (("computed", 0.0), ("held", SEAMLESS)):
+        with holdover.enable(pipe, case.method, **case.settings | {case.threshold: threshold}) as cache:
+            generation(pipe, case.call)  # traces and checks
+            seconds, whole = generation(pipe, case.call)
+            visits = cache.stats().generations[-1].visits
+        wanted = [s for s, visit in zip(seconds, visits, strict=True) if visit.computed == (kind == "computed")]
+        times[kind] = _typical(wanted, whole * len(wanted) / len(seconds))
+    with without_blocks(pipe.transformer):
+        times["live"] = _typical(*generation(pipe, case.call))
+    return times
+
+
+def _typical(seconds: list[float], whole: float) -> tuple[float, float]:
+    return median(seconds), whole / len(seconds)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """All figures of one case, the four pipelines taking turns."""
-    pipes = {"plain": case.build(), "computed": case.build(), "held": case.build()}
-    pipes["live"] = without_blocks(case.build())
-    holdover.enable(pipes["computed"], case.method, **case.settings | {case.threshold: 0.0})
-    cache = holdover.enable(pipes["held"], case.method, **case.settings | {case.threshold: SEAMLESS})
-    forwards: dict[str, list[float]] = {kind: [] for kind in pipes}  # the median of each generation
-    wholes: dict[str, list[float]] = {kind: [] for kind in pipes}
-    for repeat in range(repeats + 1):
-        for kind, pipe in pipes.items():
-            seconds, whole = generation(pipe, case.call)
-            if repeat == 0:
-                continue  # traces, checks, warms up
-            visits = cache.stats().generations[-1].visits
-            held = [s for s, visit in zip(seconds, visits, strict=True) if not visit.computed]
-            forwards[kind].append(median(held if kind == "held" else seconds))
-            wholes[kind].append(whole / len(seconds))
+    """All figures of one case."""
+    pipe = case.build()
+    generation(pipe, case.call)
+    turns = [turn(case, pipe) for _ in range(repeats)]
+    forwards = {kind: [t[kind][0] for t in turns] for kind in turns[0]}
     return {
         "case": case.name,
         **figures_of({kind: median(values) for kind, values in forwards.items()}),
         "quietest": figures_of({kind: min(values) for kind, values in forwards.items()}),
-        "added_us_per_forward_of_the_whole_generation": micro(median(wholes["computed"]) - median(wholes["plain"])),
-        "first_generation_extra_forwards": round(first_extra(case, pipes["plain"]), 2),
-        "forwards_held": f"{len(held)} of {len(seconds)}",
+        "added_us_per_forward_of_the_whole_generation": micro(median(t["computed"][1] - t["plain"][1] for t in turns)),
+        "first_generation_extra_forwards": round(first_extra(case, pipe), 2),
     }
 
 
@@ -191,7 +203,7 @@ def profile(case: Case, generations: int = 20) -> None:
 def main() -> None:
     """Measure, write the result, print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30, help="generations of each kind in each case")
+    parser.add_argument("--repeats", type=int, default=20, help="turns in each case")
     parser.add_argument(
         "--profile", type=int, default=None, metavar="CASE", help="profile this case (0, 1, ...) instead"
     )

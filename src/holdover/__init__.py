@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from .magcache import MagCacheBackend as MagCacheBackend
     from .magcache import MagCacheConfig as MagCacheConfig
     from .models.extractors import register_extractor as register_extractor
+    from .models.extractors import unregister_extractor as unregister_extractor
     from .models.family import Family as Family
     from .models.family import Signal as Signal
     from .models.registry import register_family as register_family
+    from .models.registry import unregister_family as unregister_family
     from .prompt_embed_cache import PromptEmbedCache as PromptEmbedCache
     from .prompt_embed_cache import install_prompt_embed_cache as install_prompt_embed_cache
     from .prompt_embed_cache import resolve_prompt_embed_cache_config as resolve_prompt_embed_cache_config
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from .selector import get_cache_backend as get_cache_backend
     from .teacache import TeaCacheBackend as TeaCacheBackend
     from .teacache import TeaCacheConfig as TeaCacheConfig
+    from .teacache import apply_teacache_hook as apply_teacache_hook
     from .zoo import load as load
 
 __version__ = "0.1.0"
@@ -62,9 +65,9 @@ _HOMES = {
         "UntraceableError",
     ),
     "magcache": ("MagCacheBackend", "MagCacheConfig"),
-    "models.extractors": ("register_extractor",),
+    "models.extractors": ("register_extractor", "unregister_extractor"),
     "models.family": ("Family", "Signal"),
-    "models.registry": ("register_family",),
+    "models.registry": ("register_family", "unregister_family"),
     "prompt_embed_cache": (
         "PromptEmbedCache",
         "install_prompt_embed_cache",
@@ -72,7 +75,7 @@ _HOMES = {
         "uninstall_prompt_embed_cache",
     ),
     "selector": ("get_cache_backend",),
-    "teacache": ("TeaCacheBackend", "TeaCacheConfig"),
+    "teacache": ("TeaCacheBackend", "TeaCacheConfig", "apply_teacache_hook"),
     "zoo": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

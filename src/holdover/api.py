@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .base import CacheBackend
 from .config import Config
@@ -12,9 +12,21 @@ from .selector import backend_class, backend_for_config, own_config
 if TYPE_CHECKING:
     from torch import nn
 
+    from .magcache import MagCacheBackend, MagCacheConfig
     from .runtime.replay import ReplayReport
+    from .teacache import TeaCacheBackend, TeaCacheConfig
 
 
+@overload
+def enable(target: Any, method: Literal["tea_cache"], **settings: Any) -> TeaCacheBackend: ...
+@overload
+def enable(target: Any, method: TeaCacheConfig, **settings: Any) -> TeaCacheBackend: ...
+@overload
+def enable(target: Any, method: Literal["mag_cache"], **settings: Any) -> MagCacheBackend: ...
+@overload
+def enable(target: Any, method: MagCacheConfig, **settings: Any) -> MagCacheBackend: ...
+@overload
+def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend: ...
 def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
     """Put a cache on a pipeline or a transformer and return it, enabled.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from .config import Config, setting
-from .errors import NotEnabledError
+from .errors import ConfigError, NotEnabledError
 from .stats import Stats
 
 Ratios = tuple[float, ...] | tuple[tuple[str, tuple[float, ...]], ...]
@@ -50,9 +51,37 @@ class DiffusionCacheConfig(Config):
         "once", choices=("once", "repeat"), doc="at that step, or at each multiple"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficients(self.coefficients, type(self).__name__)
+        check_ratios(self.mag_ratios, type(self).__name__)
+
     def part(self, config: type[Config]) -> dict[str, Any]:
         """The settings a method's own config has too."""
         return {name: getattr(self, name) for name in config.field_names() if name in self.field_names()}
+
+
+def check_coefficients(coefficients: tuple[float, ...] | None, owner: str) -> None:
+    """A polynomial has at least one coefficient, and all are finite."""
+    if coefficients is not None and not (coefficients and all(map(math.isfinite, coefficients))):
+        raise ConfigError(f"{owner}.coefficients must be finite numbers, at least one, not {list(coefficients)}.")
+
+
+def check_ratios(ratios: Ratios | None, owner: str) -> None:
+    """Ratios of magnitudes are positive and finite, one a step, for each branch that has its own."""
+    for branch, values in ratios_by_branch(ratios).items():
+        if not values or any(not 0 < value < math.inf for value in values):
+            of = f" for branch {branch!r}" if branch else ""
+            raise ConfigError(f"{owner}.mag_ratios must be positive numbers, one a step{of}, not {list(values)}.")
+
+
+def ratios_by_branch(ratios: Ratios | None) -> dict[str, tuple[float, ...]]:
+    """Ratios by branch; the branch is `""` where one list serves all."""
+    if ratios is None:
+        return {}
+    if ratios and isinstance(ratios[0], tuple):
+        return dict(ratios)
+    return {"": ratios}  # type: ignore[dict-item]
 
 
 class CacheBackend(ABC):
@@ -77,21 +106,21 @@ class CacheBackend(ABC):
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
         """Begin a generation of that many steps with nothing remembered."""
 
-    @abstractmethod
     def disable(self) -> None:
         """Take the cache off: every object is what it was before."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be taken off.")
 
-    @abstractmethod
     def stats(self) -> Stats:
         """What was computed and held so far."""
+        raise NotImplementedError(f"{type(self).__name__} does not count.")
 
-    @abstractmethod
     def using(self, **settings: Any) -> AbstractContextManager[None]:
         """Other settings for the generations that start inside the block."""
+        raise NotImplementedError(f"{type(self).__name__} has one setting for all generations.")
 
-    @abstractmethod
     def off(self) -> AbstractContextManager[None]:
         """No cache for the generations that start inside the block."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be switched off for a while.")
 
     def is_enabled(self) -> bool:
         """Whether the cache is on a pipeline."""

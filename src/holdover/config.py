@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -35,7 +36,8 @@ def allowed_values(field: dataclasses.Field[Any]) -> str:
     if allowed.get("choices"):
         return "one of " + ", ".join(repr(c) for c in allowed["choices"])
     words = {"ge": "at least", "gt": "more than", "le": "at most"}
-    return " and ".join(f"{text} {allowed[key]:g}" for key, text in words.items() if allowed.get(key) is not None)
+    bounds = [f"{text} {allowed[key]:g}" for key, text in words.items() if allowed.get(key) is not None]
+    return " and ".join(bounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Config:
 
 def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()) -> ConfigError:
     """The error for a key `cls` does not have: where it belongs, or what was probably meant."""
-    owner = next((other for other in others if key in other.field_names()), None)
+    owner = next((other for other in others if other.method and key in other.field_names()), None)
     if owner is not None:
         return ConfigError(f"{key!r} is a setting of {owner.method!r}, not of {cls.method or cls.__name__!r}.")
     hint = did_you_mean(key, cls.field_names()) or f" Known settings: {', '.join(cls.field_names())}."
@@ -110,7 +112,8 @@ def _coerced(value: Any, hint: Any, field: dataclasses.Field[Any], owner: str) -
         wanted = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
         raise ConfigError(f"{owner}.{field.name} must be {wanted}, not {value!r} ({type(value).__name__}).") from None
     if not _within(value, field.metadata.get("allowed", {})):
-        raise ConfigError(f"{owner}.{field.name} must be {allowed_values(field)}, not {value!r}.")
+        wanted = allowed_values(field) or "a finite number"
+        raise ConfigError(f"{owner}.{field.name} must be {wanted}, not {value!r}.")
     return value
 
 
@@ -121,7 +124,10 @@ def _as_type(value: Any, hint: Any) -> Any:
     if origin is tuple:
         return _as_tuple(value, typing.get_args(hint)[0])
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise TypeError from None
     if hint is bool or not isinstance(value, bool):
         if hint is Any or isinstance(value, hint):
             return value
@@ -148,6 +154,8 @@ def _as_tuple(value: Any, item: Any) -> tuple[Any, ...]:
         raise TypeError
     if typing.get_origin(item) is tuple:
         name, inner = typing.get_args(item)
+        if any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in value):
+            raise TypeError
         return tuple((_as_type(key, name), _as_type(rest, inner)) for key, rest in value)
     return tuple(_as_type(v, item) for v in value)
 
@@ -159,7 +167,7 @@ def _within(value: Any, allowed: Mapping[str, Any]) -> bool:
         return True
     low, above, high = allowed.get("ge"), allowed.get("gt"), allowed.get("le")
     return (
-        value == value  # a NaN compares with nothing
+        math.isfinite(value)
         and (low is None or value >= low)
         and (above is None or value > above)
         and (high is None or value <= high)

@@ -56,7 +56,7 @@ class HoldoverWarning(UserWarning):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'mag_threshold'?"`, or nothing when no known name is near."""
-    known = sorted(known)
+    name, known = str(name), sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not near:
         near = [k for k in known if name and (name in k or k in name)][:1]

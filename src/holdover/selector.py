@@ -24,7 +24,7 @@ def methods() -> tuple[str, ...]:
 
 def backend_class(name: str) -> type[CacheBackend]:
     """The backend of a method."""
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigError(
             f"There is no caching method {name!r}.{did_you_mean(name, methods())} Methods: {', '.join(methods())}."
         )
@@ -53,10 +53,9 @@ def config_class(name: str) -> type[Config]:
 def own_config(name: str, settings: Mapping[str, Any]) -> Config:
     """Settings as the method's own config; a key that belongs to another method is named as such."""
     own = config_class(name)
-    others = [config_class(other) for other in BACKENDS]
     for key in settings:
         if key not in own.field_names():
-            raise unknown_key(key, own, (*others, DiffusionCacheConfig))
+            raise unknown_key(key, own, [config_class(other) for other in BACKENDS])
     return own(**settings)
 
 

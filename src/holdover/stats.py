@@ -152,7 +152,8 @@ class Stats:
     def __str__(self) -> str:
         total = self.computed + self.held
         ratio = f", {total / self.computed:.2f}x fewer" if self.held else ""
-        lines = [f"{self.method}: {self.count} generations, {self.computed} of {total} forwards computed{ratio}"]
+        generations = "1 generation" if self.count == 1 else f"{self.count} generations"
+        lines = [f"{self.method}: {generations}, {self.computed} of {total} forwards computed{ratio}"]
         lines += [f"  {note}" for note in self.notes]
         if self.last is not None:
             lines.append(f"last generation: {self.last}")

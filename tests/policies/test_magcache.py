@@ -343,9 +343,6 @@ def test_nearest_ratios_are_those_of_diffusers_for_common_step_counts(length: in
         assert list(nearest_ratios(indices.tolist(), count)) == upstream.nearest_interp(indices, count).tolist()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="diffusers multiplies in float32, which takes places half-way between two ratios elsewhere"
-)
 def test_nearest_ratios_are_those_of_diffusers_for_all_lengths() -> None:
     differing = []
     for length in range(1, 101):

@@ -119,7 +119,7 @@ def test_a_failed_enable_leaves_nothing_behind():
     pipe = PIPELINES["WanPipeline[2.2]"].build()
     first = holdover.enable(pipe.transformer_2, "mag_cache", mag_ratios=[1.0])
     before = snapshot(pipe)
-    with pytest.raises(holdover.EnableError, match="already has a holdover cache"):
+    with pytest.raises(holdover.EnableError, match="already is a holdover cache"):
         holdover.enable(pipe, "mag_cache", mag_ratios=[1.0])
     assert differences(before, snapshot(pipe)) == []
     first.disable()

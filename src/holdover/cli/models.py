@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 console = Console()
 
@@ -26,7 +26,8 @@ def models(
             raise typer.Exit(2) from None
         return
     rows = supported()
-    table = Table("class", "streams", "segments", "TeaCache signal", "coefficients", "MagCache ratios", "diffusers")
+    headers = ("streams", "segments", "TeaCache signal", "coefficients", "MagCache ratios", "diffusers")
+    table = Table(Column("class", overflow="fold", min_width=20), *headers)
     for row in rows:
         table.add_row(
             row.name,

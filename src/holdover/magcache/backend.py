@@ -8,6 +8,7 @@ from ..config import Config
 from ..errors import NotEnabledError
 from ..profiles import MagCacheProfile
 from ..runtime.backend import SeamBackend
+from .calibration import Calibration
 from .config import MagCacheConfig
 from .method import MagCacheMethod
 from .strategy import MagCacheStrategy
@@ -21,16 +22,19 @@ class MagCacheBackend(SeamBackend):
     def __init__(self, config: Any = None, strategy: MagCacheStrategy | None = None) -> None:
         super().__init__(config)
         self._strategy = strategy
-        self._method: MagCacheMethod | None = None
+        self._calibrations: list[Calibration] = []
 
     def method(self, settings: Config) -> MagCacheMethod:
         assert isinstance(settings, MagCacheConfig)
-        self._method = MagCacheMethod(settings, self._strategy)
-        return self._method
+        method = MagCacheMethod(settings, self._strategy)
+        if method.calibration is not None:
+            self._calibrations.append(method.calibration)
+        return method
 
     def calibration(self) -> MagCacheProfile:
         """The ratios measured so far, averaged over the generations run under `calibrate=True`."""
-        measured = self._method.calibration.profile() if self._method and self._method.calibration else None
-        if measured is None:
-            raise NotEnabledError("Nothing was measured: run a generation with calibrate=True first.")
-        return measured
+        for calibration in reversed(self._calibrations):
+            measured = calibration.profile()
+            if measured is not None:
+                return measured
+        raise NotEnabledError("Nothing was measured: run a generation with calibrate=True first.")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..base import Ratios
+from ..base import Ratios, check_ratios, ratios_by_branch
 from ..config import Config, setting
-from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ class MagCacheConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for ratios in self.ratios_by_branch.values():
-            if not ratios or any(not 0 < ratio < float("inf") for ratio in ratios):
-                raise ConfigError("MagCacheConfig.mag_ratios must be positive numbers, one a step.")
+        check_ratios(self.mag_ratios, type(self).__name__)
 
     @property
     def calibrating(self) -> bool:
@@ -46,8 +43,4 @@ class MagCacheConfig(Config):
     @property
     def ratios_by_branch(self) -> dict[str, tuple[float, ...]]:
         """The given ratios; the branch is `""` where one list serves all."""
-        if not self.mag_ratios:
-            return {} if self.mag_ratios is None else {"": ()}
-        if isinstance(self.mag_ratios[0], tuple):
-            return dict(self.mag_ratios)
-        return {"": self.mag_ratios}
+        return ratios_by_branch(self.mag_ratios)

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..policies.magcache import MagCacheState
 from ..runtime.hooks import BranchStates
-from ..runtime.unit import Unit
 from .backend import MagCacheBackend
 from .calibration import step_figures
 from .config import MagCacheConfig
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class _BlockRole(ModelHook):  # type: ignore[misc]
-    """A block's place at the seam; called, it answers as the running pass does."""
+    """A block's place at the seam. The model's loop asks the pass that is running; by hand it is the block itself."""
 
     _is_stateful = True
 
@@ -29,21 +28,15 @@ class _BlockRole(ModelHook):  # type: ignore[misc]
         super().__init__()
         self.state_manager = state_manager
         self.config = config
-        self._unit: Unit | None = None
-
-    def at(self, unit: Unit) -> None:
-        """Belong to the cut of one transformer."""
-        self._unit = unit
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
+        """Nothing is put on the block: the cut is on the list that holds it."""
         return module
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The block's answer in this forward: computed where the pass computes, held where it holds."""
-        if self._unit is None or self._unit.running is None:
-            return module(*args, **kwargs)
-        blocks, index = self._unit.place_of(module)
-        return self._unit.running.call(blocks, index, module, args, kwargs)
+        """One call of the block."""
+        forward = module if self.fn_ref is None else self.fn_ref.original_forward
+        return forward(*args, **kwargs)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
         """Forget everything: the next forward begins a generation."""

@@ -46,11 +46,11 @@ class MagCacheMethod(Method):
         return (f"{unit.name}: ratios {profile.name}",)
 
     def _resolve(self, unit: Unit, pipeline: Any) -> MagCacheProfile:
-        """Ratios given in the settings, those of a strategy, or those of a profile."""
+        """Ratios given, else those of the profile asked for, of a strategy, or of the profile that fits."""
         strategy = self._strategy or strategy_of(unit.core)
         if self._settings.ratios_by_branch:
             return _as_profile("given", unit, self._settings.ratios_by_branch)
-        if strategy is not None and strategy.mag_ratios is not None:
+        if self._settings.profile is None and strategy is not None and strategy.mag_ratios is not None:
             ratios = tuple(float(r) for r in strategy.mag_ratios)
             return _as_profile(type(strategy).__name__, unit, {"": ratios})
         profile = find("mag_cache", unit.core, pipeline, self._settings.profile)
@@ -103,6 +103,7 @@ class MagCacheMethod(Method):
             logger.info("%s norm_ratios: %s", name, [round(r, 5) for r in ratios.ratios])
             logger.info("%s norm_stds: %s", name, [round(r, 5) for r in ratios.stds])
             logger.info("%s cos_dises: %s", name, [round(r, 5) for r in ratios.cosine_distances])
+        logger.info("Copy these values to DiffusionCacheConfig(mag_ratios=...), or save them with calibration_path=.")
         if self._settings.calibration_path is not None:
             save(profile, self._settings.calibration_path)
 

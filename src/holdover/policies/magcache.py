@@ -9,6 +9,7 @@ schedule is known before step 0.
 from __future__ import annotations
 
 import math
+import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,11 +100,16 @@ class MagCachePolicy:
 
 
 def nearest_ratios(ratios: Sequence[float], count: int) -> tuple[float, ...]:
-    """Ratios for another step count as the published code takes them: the nearest entry of the list."""
+    """Ratios for another step count as the published code takes them: the nearest entry, found in float32."""
     if count == 1:
         return (ratios[-1],)
-    scale = (len(ratios) - 1) / (count - 1)
-    return tuple(ratios[round(step * scale)] for step in range(count))
+    scale = _float32((len(ratios) - 1) / (count - 1))
+    return tuple(ratios[round(_float32(step * scale))] for step in range(count))
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def rescaled_ratios(ratios: Sequence[float], grid: Grid, noise: Sequence[float] | None = None) -> tuple[float, ...]:

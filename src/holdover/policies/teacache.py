@@ -6,6 +6,7 @@ threshold the step is held. First and last step are always computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,6 +33,8 @@ class Polynomial:
     high: float = 1.0
 
     def __call__(self, change: float) -> float:
+        if math.isnan(change):
+            return math.inf  # nobody knows how much has changed: compute
         return max(0.0, self.raw(min(max(change, self.low), self.high)))
 
     def raw(self, x: float) -> float:
@@ -48,15 +51,20 @@ class Polynomial:
 
     @classmethod
     def trusted(cls, coefficients: Sequence[float]) -> Polynomial:
-        """A polynomial without a stated range, cut off at its highest point before it falls below zero for good."""
+        """A polynomial without a stated range, cut off at its last peak before it falls for good."""
         whole = cls(tuple(coefficients))
         values = [whole.raw(i / _SAMPLES) for i in range(_SAMPLES + 1)]
         rises = next((i for i, v in enumerate(values) if v > 0), None)
         if rises is None:
             return whole
-        falls = next((i for i in range(rises, _SAMPLES + 1) if values[i] <= 0), _SAMPLES + 1)
-        peak = max(range(rises, falls), key=values.__getitem__)
-        return cls(whole.coefficients, 0.0, peak / _SAMPLES)
+        falls = next((i for i in range(rises, _SAMPLES + 1) if values[i] <= 0), None)
+        if falls is None and values[-1] >= values[-2]:
+            return whole
+        inside = range(rises + 1, (falls or _SAMPLES + 1) - 1)
+        peaks = [i for i in inside if values[i - 1] <= values[i] > values[i + 1]]
+        if peaks:
+            return cls(whole.coefficients, 0.0, peaks[-1] / _SAMPLES)
+        return whole if falls is None else cls(whole.coefficients, 0.0, rises / _SAMPLES)
 
 
 @dataclass

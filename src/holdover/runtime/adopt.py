@@ -33,7 +33,7 @@ class Adoptions:
         """Override methods on one instance; returns the class it had, for calling the plain methods."""
         base = type(instance)
         if adoptions_of(instance) is not None:
-            raise EnableError(f"This {base.__name__} already has a holdover cache: call disable() on that cache first.")
+            raise EnableError(f"There already is a holdover cache here (on a {base.__name__}): disable() it first.")
         private = type(
             base.__name__,
             (base,),

@@ -17,6 +17,7 @@ from ..stats import Stats
 from .adopt import adoptions_of
 from .engine import Engine
 from .method import Method, NoneConfig, NoneMethod
+from .replay import ReplayReport
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,10 @@ class SeamBackend(CacheBackend):
 
     def off(self) -> AbstractContextManager[None]:
         return self._running().using(NoneMethod())
+
+    def reports(self) -> dict[str, ReplayReport]:
+        """The replay check of each transformer that has run: where its cut is, and how exact."""
+        return {unit.name: unit.report for unit in self._running().units if unit.report is not None}
 
     @property
     def engine(self) -> Engine | None:

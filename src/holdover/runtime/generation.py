@@ -59,6 +59,8 @@ class Track:
 
     def predicted(self, step: int, predictor: Predictor) -> Held:
         """What the blocks would add at a held step."""
+        if not self.residuals:
+            raise RuntimeError("The policy holds a step before any was computed.")
         *others, last = self.residuals
         held: Held = last.weighted(others, predictor.weights(step, self.anchors))
         return held

@@ -147,7 +147,7 @@ class DecidePass(_AlongCut):
                 self._advance(blocks, index)
                 return block(*args, **kwargs)
             self.chosen = self._choose(block, named(type(block), args, kwargs))
-            self.chosen.witness, self.chosen._position = self.witness, self._position
+            self.chosen._position = self._position
         return self.chosen.call(blocks, index, block, args, kwargs)
 
     def done(self) -> None:

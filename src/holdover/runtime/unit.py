@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
 from ..models.arguments import ForwardArguments
 from ..models.cut import Cut
 from ..models.extractors import extractor_of
@@ -60,14 +59,6 @@ class Unit:
     def device(self) -> torch.device | None:
         parameter = next(self.core.parameters(), None)
         return None if parameter is None else parameter.device
-
-    def place_of(self, block: nn.Module) -> tuple[str, int]:
-        """The list a block is in, and its index there."""
-        for name, blocks in self.lists.items():
-            for index in range(len(blocks)):
-                if blocks[index] is block:
-                    return name, index
-        raise UnsupportedModelError(f"This {type(block).__name__} is not a block of {self.class_name}.")
 
     def install(self, adoptions: Adoptions, forward: Forward) -> None:
         """Put the cut on the instances; `adoptions` takes it off again."""

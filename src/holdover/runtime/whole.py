@@ -10,6 +10,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..models.arguments import tensors_in
+from ..models.registry import INPUT
 from .calls import Call, Outcome
 from .replay import compare
 from .residuals import Held, weighted_sum
@@ -78,8 +79,7 @@ class WholeSeam:
 
     def run(self, call: Call) -> Outcome:
         """Run the transformer, or return what it is predicted to return; a signal is read off the latent."""
-        latent = next(tensors_in([*call.args, *call.kwargs.values()])) if call.signal is not None else None
-        decision = call.decide(latent)
+        decision = call.decide(self._signal(call))
         if not decision.compute:
             held = call.held()
             assert isinstance(held, HeldOutput)
@@ -89,6 +89,17 @@ class WholeSeam:
         if call.structure not in self._checked:
             self._check(call, held)
         return Outcome(output, decision, held)
+
+    def _signal(self, call: Call) -> torch.Tensor | None:
+        """What enters: the only signal there is without a cut."""
+        if call.signal is None:
+            return None
+        if call.signal is not INPUT.of_block:
+            raise UnsupportedModelError(
+                f"No cut through this {self._unit.class_name} can be traced, so its blocks' signal cannot be read. "
+                'Measure coefficients with signal="input" and use them.'
+            )
+        return next(tensors_in([*call.args, *call.kwargs.values()]))
 
     def _check(self, call: Call, held: HeldOutput) -> None:
         """The model must give the same for the same input: one with a memory of its own must not be held."""

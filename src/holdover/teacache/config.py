@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import check_coefficients
 from ..config import Config, setting
+
+UNNAMED = "QwenImageTransformer2DModel"  # the documented default, which stands for the transformer's own class
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class TeaCacheConfig(Config):
 
     rel_l1_thresh: float = setting(0.2, ge=0, doc="hold while the accumulated change is below this")
     coefficients: tuple[float, ...] | None = setting(None, doc="rescaling polynomial, highest power first")
-    transformer_type: str = setting("QwenImageTransformer2DModel", doc="class whose constants are used")
+    transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
     profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
     signal: str | None = setting(None, doc="which of the model's signals to compare")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_coefficients(self.coefficients, type(self).__name__)

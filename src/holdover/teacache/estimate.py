@@ -14,7 +14,6 @@ from ..errors import ConfigError
 from ..grid import Grid
 from ..models.arguments import tensors_in
 from ..models.family import Signal
-from ..models.registry import INPUT
 from ..policies.static import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
 from ..runtime.backend import transformers_of
@@ -22,6 +21,7 @@ from ..runtime.engine import Engine
 from ..runtime.method import Computed, Method, NoneConfig
 from ..runtime.signals import relative_change
 from ..runtime.unit import Unit
+from .method import resolve_signal
 
 _SAMPLES = 200
 
@@ -46,11 +46,14 @@ class _Measure(Method):
         self._name = signal
         self.pairs: dict[tuple[Unit, str], _Pairs] = {}
 
+    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+        return (f"{unit.name}: signal {self.signal(unit).name}",)
+
     def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
         return AlwaysCompute(needs_signal=True)
 
     def signal(self, unit: Unit) -> Signal:
-        return unit.family.signal(self._name) or INPUT
+        return resolve_signal(unit, self._name)
 
     def observe(self, computed: Computed) -> None:
         pairs = self.pairs.setdefault((computed.unit, computed.branch), _Pairs())

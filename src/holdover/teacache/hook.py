@@ -38,6 +38,7 @@ class TeaCacheHook(ModelHook):  # type: ignore[misc]
         self._backend.enable(module)
         self.state_manager.follow(self._backend)
         self.extractor_fn = extractor_of(module)
+        self.rescale_func = _rescaling(self._backend.settings_for(module))
         return module
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
@@ -46,8 +47,9 @@ class TeaCacheHook(ModelHook):  # type: ignore[misc]
         return module
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the module under the cache."""
-        return module(*args, **kwargs)
+        """One forward of the module under the cache; in a hook registry the cache is already around it."""
+        forward = module if self.fn_ref is None else self.fn_ref.original_forward
+        return forward(*args, **kwargs)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
         """Forget everything: the next forward begins a generation."""

@@ -11,10 +11,10 @@ from ..grid import Grid
 from ..models.family import Signal
 from ..models.registry import INPUT
 from ..policies.teacache import Polynomial, TeaCachePolicy
-from ..profiles import TeaCacheFit, TeaCacheProfile, find
+from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from ..runtime.method import Method
 from ..runtime.unit import Unit
-from .config import TeaCacheConfig
+from .config import UNNAMED, TeaCacheConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ def polynomial_of(fit: TeaCacheFit) -> Polynomial:
     return Polynomial.trusted(fit.coefficients)
 
 
+def resolve_signal(unit: Unit, name: str | None) -> Signal:
+    """A model's signal by name, its default one, or what enters the first block."""
+    signal = unit.family.signal(name)
+    if signal is not None:
+        return signal
+    if name in (None, INPUT.name):
+        return INPUT
+    known = [s.name for s in unit.family.signals] + [INPUT.name]
+    hint = did_you_mean(name or "", known) or f" It has {', '.join(known)}."
+    raise ConfigError(f"{unit.class_name} has no signal {name!r}.{hint}")
+
+
 class TeaCacheMethod(Method):
     """TeaCache with one set of settings."""
 
@@ -55,7 +67,8 @@ class TeaCacheMethod(Method):
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
         constants = self._constants[unit] = self._resolve(unit, pipeline)
-        least = constants.polynomial("").minimum()
+        branches = [""] if constants.profile is None else [branch for branch, _ in constants.profile.fits]
+        least = max(constants.polynomial(branch).minimum() for branch in branches)
         if 0 < self._settings.rel_l1_thresh <= least:
             warnings.warn(
                 f"TeaCache can never hold a step of {unit.class_name} at "
@@ -63,7 +76,7 @@ class TeaCacheMethod(Method):
                 "step. Use a threshold above that, or measure coefficients of your own with "
                 "holdover.teacache.estimate_coefficients.",
                 HoldoverWarning,
-                stacklevel=2,
+                stacklevel=6,  # the caller of holdover.enable
             )
         source = "coefficients given" if constants.profile is None else f"profile {constants.profile.name}"
         return (f"{unit.name}: signal {constants.signal.name}, {source}",)
@@ -71,10 +84,10 @@ class TeaCacheMethod(Method):
     def _resolve(self, unit: Unit, pipeline: Any) -> _Constants:
         settings = self._settings
         if settings.signal is not None:
-            self._signal(unit, settings.signal)  # an unknown name is an error of its own
+            resolve_signal(unit, settings.signal)  # an unknown name is an error of its own
         if settings.coefficients is not None:
-            return _Constants(self._signal(unit, settings.signal), None, settings.coefficients)
-        profile = find("tea_cache", unit.core, pipeline, settings.profile, settings.signal)
+            return _Constants(resolve_signal(unit, settings.signal), None, settings.coefficients)
+        profile = self._profile(unit, pipeline)
         if profile is None:
             measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
             raise ConfigError(
@@ -85,17 +98,21 @@ class TeaCacheMethod(Method):
             raise ConfigError(
                 f"Profile {profile.name!r} was measured with the signal {profile.signal!r}, not {settings.signal!r}."
             )
-        return _Constants(self._signal(unit, profile.signal), profile, None)
+        signal = unit.family.signal(profile.signal) if self._is_foreign(unit) else resolve_signal(unit, profile.signal)
+        return _Constants(signal or resolve_signal(unit, None), profile, None)
 
-    def _signal(self, unit: Unit, name: str | None) -> Signal:
-        signal = unit.family.signal(name)
-        if signal is None and name in (None, INPUT.name):
-            return INPUT
-        if signal is None:
-            known = [s.name for s in unit.family.signals] + [INPUT.name]
-            hint = did_you_mean(name or "", known) or f" It has {', '.join(known)}."
-            raise ConfigError(f"{unit.class_name} has no signal {name!r}.{hint}")
-        return signal
+    def _profile(self, unit: Unit, pipeline: Any) -> TeaCacheProfile | None:
+        """The profile asked for, that of the class named in the settings, or the one that fits the model."""
+        settings = self._settings
+        if settings.profile is None and self._is_foreign(unit):
+            of_class = (p for p in shipped("tea_cache") if p.transformer_class == settings.transformer_type)
+            return next((p for p in of_class if settings.signal in (None, p.signal)), None)
+        return find("tea_cache", unit.core, pipeline, settings.profile, settings.signal)
+
+    def _is_foreign(self, unit: Unit) -> bool:
+        """Whether the settings name another class than the transformer's own: its constants are borrowed."""
+        own = (cls.__name__ for cls in type(unit.core).__mro__)
+        return self._settings.transformer_type not in (UNNAMED, *own)
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> TeaCachePolicy:
         constants = self._constants[unit]

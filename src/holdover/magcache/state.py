@@ -1,0 +1,5 @@
+"""What MagCache remembers of one branch."""
+
+from ..policies.magcache import MagCacheState
+
+__all__ = ["MagCacheState"]

@@ -1,0 +1,5 @@
+"""What TeaCache remembers of one branch."""
+
+from ..policies.teacache import TeaCacheState
+
+__all__ = ["TeaCacheState"]
