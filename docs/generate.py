@@ -257,6 +257,8 @@ def chosen(profile: Profile) -> str:
 def source(profile: Profile) -> str:
     """Where the numbers were taken from: a link to the very line where a commit is known."""
     facts = dict(profile.source)
+    if "measured" in facts:
+        return f"measured {facts['date']}, `{facts['recipe']}`"
     path, _, line = facts["path"].partition(":")
     if "commit" not in facts:
         return f"{facts['repo']}, `{facts['path']}`"

@@ -24,6 +24,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+import holdover
 from holdover import zoo
 from holdover.zoo.emoji import STYLES, WEIGHTS, EmojiPipeline, caption
 from holdover.zoo.emoji.patches import pack, position_ids, unpack
@@ -405,3 +406,25 @@ class TestZoo:
         code = "import sys, holdover.zoo; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("method", "nothing"), [("tea_cache", {"rel_l1_thresh": 0.0}), ("mag_cache", {"mag_threshold": 0.0})]
+)
+def test_caches_use_its_profiles_and_are_exact_at_threshold_0(method: str, nothing: dict[str, float]) -> None:
+    pipe = zoo.load("emoji")
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture() -> np.ndarray:
+        seed = torch.Generator().manual_seed(0)
+        return pipe("red apple", num_inference_steps=6, generator=seed, output_type="np").images
+
+    plain = picture()
+    with holdover.enable(pipe, method) as cache:
+        assert "emoji" in cache.stats().notes[0]
+        held = picture()
+        assert cache.stats().held > 0
+        with cache.using(**nothing):
+            assert np.array_equal(picture(), plain)
+    assert not np.array_equal(held, plain)
+    assert np.array_equal(picture(), plain)

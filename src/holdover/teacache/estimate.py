@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..grid import Grid
@@ -116,15 +117,22 @@ def _profile(measure: _Measure, unit: Unit, degree: int, prompts: int) -> TeaCac
 
 
 def fit_polynomial(signal: Sequence[float], output: Sequence[float], degree: int = 4) -> TeaCacheFit:
-    """Least squares through (change of signal, change of output), with what it takes to trust it."""
+    """Least squares through (change of signal, change of output), with what it takes to trust it.
+
+    The degree is the highest, up to `degree`, whose polynomial rises over the whole range: one that falls would hold
+    more where more has changed. Where none rises, the straight line is returned and says so.
+    """
     distinct = len(set(signal))
     if distinct < 2:
-        raise ConfigError(
-            f"{distinct} distinct changes of the signal were measured; a fit needs at least 2 steps more."
-        )
+        raise ConfigError(f"{distinct} distinct changes of the signal were measured; a fit needs at least 2.")
     x, y = np.asarray(signal, dtype=np.float64), np.asarray(output, dtype=np.float64)
+    fits = [_fit(x, y, d) for d in range(min(degree, distinct - 1), 0, -1)]
+    return next((fit for fit in fits if fit.monotone), fits[-1])
+
+
+def _fit(x: NDArray[np.float64], y: NDArray[np.float64], degree: int) -> TeaCacheFit:
     with np.errstate(all="ignore"):
-        coefficients = np.polyfit(x, y, min(degree, distinct - 1))
+        coefficients = np.polyfit(x, y, degree)
     spread = float(((y - y.mean()) ** 2).sum())
     misfit = float(((y - np.polyval(coefficients, x)) ** 2).sum())
     curve = np.polyval(coefficients, np.linspace(x.min(), x.max(), _SAMPLES))
@@ -134,5 +142,5 @@ def fit_polynomial(signal: Sequence[float], output: Sequence[float], degree: int
         high=float(x.max()),
         r_squared=1.0 - misfit / spread if spread > 0 else 1.0,
         monotone=bool((np.diff(curve) >= 0).all()),
-        pairs=len(signal),
+        pairs=len(x),
     )
