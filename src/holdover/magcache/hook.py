@@ -6,11 +6,10 @@ import logging
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from ..policies.magcache import MagCacheState
-from ..runtime.hooks import BranchStates
+from ..runtime.hooks import BranchStates, Role
 from .backend import MagCacheBackend
 from .calibration import step_figures
 from .config import MagCacheConfig
@@ -19,32 +18,7 @@ from .strategy import MagCacheStrategy, Residual
 logger = logging.getLogger(__name__)
 
 
-class _BlockRole(ModelHook):  # type: ignore[misc]
-    """A block's place at the seam. The model's loop asks the pass that is running; by hand it is the block itself."""
-
-    _is_stateful = True
-
-    def __init__(self, state_manager: BranchStates[MagCacheState], config: MagCacheConfig) -> None:
-        super().__init__()
-        self.state_manager = state_manager
-        self.config = config
-
-    def initialize_hook(self, module: nn.Module) -> nn.Module:
-        """Nothing is put on the block: the cut is on the list that holds it."""
-        return module
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """One call of the block."""
-        forward = module if self.fn_ref is None else self.fn_ref.original_forward
-        return forward(*args, **kwargs)
-
-    def reset_state(self, module: nn.Module) -> nn.Module:
-        """Forget everything: the next forward begins a generation."""
-        self.state_manager.reset()
-        return module
-
-
-class MagCacheHeadHook(_BlockRole):
+class MagCacheHeadHook(Role[MagCacheState]):
     """The first block: decides whether the step is computed or held."""
 
     def log_cache_hit(self, state: MagCacheState, output: Any, ret: Any) -> None:
@@ -56,7 +30,7 @@ class MagCacheHeadHook(_BlockRole):
         logger.debug("computed at step %s", state.anchor)
 
 
-class MagCacheBlockHook(_BlockRole):
+class MagCacheBlockHook(Role[MagCacheState]):
     """Every other block: runs or passes through; the tail stores the residual."""
 
     def __init__(

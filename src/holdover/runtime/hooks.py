@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from diffusers.hooks import ModelHook
+from torch import nn
+
 from ..base import CacheBackend
 from .engine import Engine
 
@@ -31,3 +34,28 @@ class BranchStates(Generic[S]):
         """Forget: the next forward begins a generation."""
         if self._engine is not None:
             self._engine.refresh(None)
+
+
+class Role(ModelHook, Generic[S]):  # type: ignore[misc]
+    """A documented hook: a place at the seam with its settings and the state of the branch that runs."""
+
+    _is_stateful = True
+
+    def __init__(self, state_manager: BranchStates[S], config: Any) -> None:
+        super().__init__()
+        self.state_manager = state_manager
+        self.config = config
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        """Nothing is put on a block: the cut is on the list that holds it."""
+        return module
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """One call of the module; in a hook registry the cache is already around it."""
+        forward = module if self.fn_ref is None else self.fn_ref.original_forward
+        return forward(*args, **kwargs)
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        """Forget everything: the next forward begins a generation."""
+        self.state_manager.reset()
+        return module

@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from ..models.extractors import extractor_of
 from ..policies.teacache import Polynomial, TeaCacheState
 from ..profiles import TeaCacheProfile, shipped
-from ..runtime.hooks import BranchStates
+from ..runtime.hooks import BranchStates, Role
 from .backend import TeaCacheBackend
 from .config import TeaCacheConfig
 from .method import polynomial_of
 
 
-class TeaCacheHook(ModelHook):  # type: ignore[misc]
+class TeaCacheHook(Role[TeaCacheState]):
     """The role of TeaCache at a transformer: every forward of the module goes through it.
 
     `extractor_fn` is the registered extractor, or None where the cut is traced.
     """
 
-    _is_stateful = True
-
     def __init__(self, config: TeaCacheConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(BranchStates(TeaCacheState), config)
         self.rescale_func: Callable[[float], float] = _rescaling(config)
-        self.state_manager = BranchStates(TeaCacheState)
         self.extractor_fn: Callable[..., Any] | None = None
         self._backend = TeaCacheBackend(config)
 
@@ -44,16 +39,6 @@ class TeaCacheHook(ModelHook):  # type: ignore[misc]
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
         """Take the cache off the module."""
         self._backend.disable()
-        return module
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the module under the cache; in a hook registry the cache is already around it."""
-        forward = module if self.fn_ref is None else self.fn_ref.original_forward
-        return forward(*args, **kwargs)
-
-    def reset_state(self, module: nn.Module) -> nn.Module:
-        """Forget everything: the next forward begins a generation."""
-        self.state_manager.reset()
         return module
 
 
