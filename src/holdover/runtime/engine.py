@@ -146,7 +146,7 @@ class Engine:
         arguments = unit.arguments.of_call(args, kwargs)
         step, branch = self._arrive(unit, arguments)
         generation = self._generation
-        watch = Stopwatch(next(tensors_in(arguments)).device)
+        watch = Stopwatch(next((t.device for t in tensors_in(arguments)), None))
         reason = unit.family.must_compute(arguments) if generation.method.holds else ASKED.reason
         if reason is not None:
             outcome = Outcome(plain(*args, **kwargs), Decision(True, reason), None)

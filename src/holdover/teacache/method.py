@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError, HoldoverWarning, did_you_mean
@@ -27,7 +28,7 @@ class _Constants:
 
     def polynomial(self, branch: str) -> Polynomial:
         if self.coefficients is not None:
-            return Polynomial.trusted(self.coefficients)
+            return polynomial_of(TeaCacheFit(self.coefficients))
         assert self.profile is not None
         return polynomial_of(self.profile.fit(branch))
 
@@ -36,6 +37,7 @@ class _Constants:
         return self.profile.retained if self.profile is not None else 1
 
 
+@cache
 def polynomial_of(fit: TeaCacheFit) -> Polynomial:
     """A fit's polynomial on its own range, or on the part of it that can be trusted."""
     if fit.low is not None and fit.high is not None:
