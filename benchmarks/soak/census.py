@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+_REAL = (torch.Tensor, torch.nn.Parameter)  # not the symbolic ones a compiler leaves behind
 _MARK = "_holdover_adopted"  # on the private classes that an enabled cache gives to instances
 
 
@@ -31,7 +32,7 @@ def count(index: int) -> Census:
     gc.collect()
     alive = gc.get_objects()
     modules = [str(type(o).__module__) for o in alive]
-    tensors = [o for o in alive if issubclass(type(o), torch.Tensor)]
+    tensors = [o for o in alive if type(o) in _REAL and not o.is_meta]
     return Census(
         index,
         round(resident() / 1e6, 1),

@@ -64,7 +64,10 @@ def test_a_hundred_times_on_and_off_leaves_nothing():
         holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.6).disable()
     gc.collect()
     assert differences(before, denoiser(pipe)) == []
-    assert len(FluxTransformer2DModel.__subclasses__()) == 0
+    private = [
+        cls for cls in FluxTransformer2DModel.__subclasses__() if cls.__name__ == FluxTransformer2DModel.__name__
+    ]
+    assert private == []
     assert torch.equal(run(pipe, **tiny.call(steps=3)), plain)
 
 
