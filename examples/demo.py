@@ -5,9 +5,13 @@ Prints what was computed and held, the time and the distance from the plain pict
 
 from __future__ import annotations
 
+import json
+import platform
 import sys
 import time
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,31 @@ def table(rows: list[Row]) -> None:
         print(f"{row.name:<28}{steps} {row.seconds:6.1f} s {plain.seconds / row.seconds:6.2f}x {cost}")
 
 
+def record(rows: list[Row], path: Path) -> None:
+    """The table as JSON, with what it was measured on."""
+    packages = ("holdover", "torch", "diffusers")
+    plain = rows[0]
+    figures = [
+        {
+            "name": row.name,
+            "computed": row.computed,
+            "seconds": round(row.seconds, 2),
+            "psnr_mean": None if row is plain else round(float(row.psnr(plain.pictures).mean()), 2),
+            "psnr_worst": None if row is plain else round(float(row.psnr(plain.pictures).min()), 2),
+        }
+        for row in rows
+    ]
+    result = {
+        "date": date.today().isoformat(),
+        "versions": {package: version(package) for package in packages},
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread",
+        "steps": STEPS,
+        "prompts": PROMPTS,
+        "rows": figures,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def sheet(rows: list[Row], path: Path, size: int = 112) -> None:
     """All rows as one picture, time and PSNR under each."""
     font = ImageFont.load_default(15)
@@ -127,7 +156,8 @@ def main() -> None:
     alone, _ = draw(pipe, STEPS, PROMPTS[:1])
     identical(pipe, alone)
     sheet(rows, output / "emoji.png")
-    print(f"\nThe pictures are in {output / 'emoji.png'}.")
+    record(rows, output / "emoji.json")
+    print(f"\nThe pictures are in {output / 'emoji.png'}, the figures in {output / 'emoji.json'}.")
 
 
 if __name__ == "__main__":
