@@ -15,12 +15,12 @@ from typing import Any
 
 from holdover.base import CacheBackend
 from holdover.config import Config, allowed_values
-from holdover.models.family import Family, never, one_expert
+from holdover.models.family import Family
 from holdover.models.registry import families_declared
 from holdover.profiles import MagCacheProfile, Profile, TeaCacheProfile, shipped
 from holdover.selector import config_class
 from holdover.stats import GenerationStats, Stats
-from holdover.support import Support, supported
+from holdover.support import Support, declared, supported
 from holdover.teacache.method import polynomial_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,22 +264,6 @@ def source(profile: Profile) -> str:
         return f"{facts['repo']}, `{facts['path']}`"
     address = f"https://github.com/{facts['repo']}/blob/{facts['commit']}/{path}" + (f"#L{line}" if line else "")
     return f"[{facts['repo']}]({address})"
-
-
-def declared(family: Family) -> str:
-    """What the declaration says beside the signals, in words."""
-    facts = []
-    if family.head is not None:
-        facts.append(f"signal read at `{family.head}`")
-    if family.conditioning:
-        facts.append(f"branches told apart by {code(family.conditioning)}")
-    if family.must_compute is not never:
-        facts.append("passes that write a KV cache are never held")
-    if family.range_of is not one_expert:
-        facts.append("two experts, each with its own steps")
-    if family.time_runs_up:
-        facts.append("is given 1 - t")
-    return "; ".join(facts)
 
 
 def notes(profiles: Iterable[Profile]) -> str:

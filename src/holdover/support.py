@@ -92,11 +92,11 @@ def _row(name: str) -> Support:
         coefficients=tuple(p.name for p in shipped("tea_cache") if p.transformer_class == name),
         ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),
         verified=_measured()["diffusers"] if measured["replays"] else "",
-        notes=_declared(family) if family is not None else "",
+        notes=declared(family) if family is not None else "",
     )
 
 
-def _declared(family: Family) -> str:
+def declared(family: Family) -> str:
     """What a family says that no trace can show, in words."""
     facts = {
         f"the signal is read at {family.head}": family.head is not None,

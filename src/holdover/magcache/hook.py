@@ -11,7 +11,7 @@ from torch import nn
 from ..policies.magcache import MagCacheState
 from ..runtime.hooks import BranchStates, Role
 from .backend import MagCacheBackend
-from .calibration import step_figures
+from .calibration import NEUTRAL, step_figures
 from .config import MagCacheConfig
 from .strategy import MagCacheStrategy, Residual
 
@@ -52,7 +52,7 @@ class MagCacheBlockHook(Role[MagCacheState]):
     def perform_calibration(self, state: MagCacheState, current_residual: Residual) -> None:
         """Add one step's ratio, deviation and change of direction to the state."""
         tensors = _tensors(current_residual)
-        figures = step_figures(tensors, self._previous).tolist() if self._previous else [1.0, 0.0, 0.0]
+        figures = step_figures(tensors, self._previous).tolist() if self._previous else NEUTRAL.tolist()
         state.norm_ratios.append(figures[0])
         state.norm_stds.append(figures[1])
         state.cos_dises.append(figures[2])

@@ -32,6 +32,7 @@ class MagCacheMethod(Method):
         self._settings = config
         self._strategy = strategy
         self._profiles: dict[Unit, MagCacheProfile] = {}
+        self._passes: dict[Unit, Passes] = {}
         self.calibration = Calibration() if config.calibrating else None
         self.observes = config.calibrating
 
@@ -40,14 +41,16 @@ class MagCacheMethod(Method):
         return self._settings.num_inference_steps
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+        strategy = self._strategy or strategy_of(unit.core)
+        overridden = strategy is not None and strategy.overrides_residual
+        self._passes[unit] = StrategyPasses(strategy) if strategy and overridden else STANDARD
         if self.calibration is not None:
             return (f"{unit.name}: calibrating, nothing is held",)
-        profile = self._profiles[unit] = self._resolve(unit, pipeline)
+        profile = self._profiles[unit] = self._resolve(unit, pipeline, strategy)
         return (f"{unit.name}: ratios {profile.name}",)
 
-    def _resolve(self, unit: Unit, pipeline: Any) -> MagCacheProfile:
+    def _resolve(self, unit: Unit, pipeline: Any, strategy: MagCacheStrategy | None) -> MagCacheProfile:
         """Ratios given, else those of the profile asked for, of a strategy, or of the profile that fits."""
-        strategy = self._strategy or strategy_of(unit.core)
         if self._settings.ratios_by_branch:
             return _as_profile("given", unit, self._settings.ratios_by_branch)
         if self._settings.profile is None and strategy is not None and strategy.mag_ratios is not None:
@@ -60,7 +63,6 @@ class MagCacheMethod(Method):
                 'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
                 'profile="ratios.json".'
             )
-        assert isinstance(profile, MagCacheProfile)
         return profile
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> Policy:
@@ -85,8 +87,7 @@ class MagCacheMethod(Method):
         return rescaled_ratios(ratios, grid, profile.noise or None)
 
     def passes(self, unit: Unit) -> Passes:
-        strategy = self._strategy or strategy_of(unit.core)
-        return StrategyPasses(strategy) if strategy is not None and strategy.overrides_residual else STANDARD
+        return self._passes[unit]
 
     def observe(self, computed: Computed) -> None:
         assert self.calibration is not None

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..models.arguments import pick
 from ..models.cut import BlockCall, Cut
-from ..profiles import MagCacheProfile, shipped
+from ..profiles import shipped
 from ..runtime.passes import ComputePass, HoldPass, Passes
 from ..runtime.residuals import Held, Residuals, weighted_sum
 
@@ -74,11 +74,7 @@ class MagCacheStrategy:
 class FluxMagCacheStrategy(MagCacheStrategy):
     """FLUX.1: the published ratios."""
 
-    FLUX_MAG_RATIOS = torch.tensor(
-        next(p for p in shipped("mag_cache") if isinstance(p, MagCacheProfile) and p.name == "mc.flux1-dev").ratios(
-            "cond"
-        )
-    )
+    FLUX_MAG_RATIOS = torch.tensor(next(p for p in shipped("mag_cache") if p.name == "mc.flux1-dev").ratios("cond"))
 
     @property
     def mag_ratios(self) -> torch.Tensor:

@@ -12,11 +12,10 @@ from ..models.arguments import structure
 from ..policies.static import ASKED
 from .adopt import Adoptions
 from .calls import Call
-from .extracted import ExtractedSeam
+from .extracted import seam_of
 from .method import STANDARD
 from .replay import ReplayReport
 from .residuals import Held
-from .seam import Seam
 from .unit import Unit
 
 
@@ -29,12 +28,13 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
     reason = unit.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {unit.class_name} with these inputs is never held: it {reason}.")
-    seam = Seam(unit) if unit.extractor is None else ExtractedSeam(unit)
     adoptions = Adoptions()
     try:
         unit.install(adoptions, lambda unit, plain, args, kwargs: plain(*args, **kwargs))
         with torch.no_grad():
-            seam.run(Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, _nothing_held, STANDARD))
+            seam_of(unit).run(
+                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, _nothing_held, STANDARD)
+            )
     except UnsupportedModelError as error:
         if isinstance(error.report, ReplayReport):
             return error.report

@@ -19,10 +19,9 @@ from ..stats import Ledger, Stats, StepRecord
 from .adopt import Adoptions
 from .calls import Outcome
 from .clock import SchedulerClock, TimestepClock
-from .extracted import ExtractedSeam
+from .extracted import seam_of
 from .generation import Generation, Track
 from .method import Method
-from .seam import Seam
 from .stopwatch import Stopwatch
 from .unit import Unit
 from .visit import Visit
@@ -40,7 +39,7 @@ class Engine:
         self.units = [Unit(name, module) for name, module in modules.items()]
         self.notes = tuple(note for unit in self.units for note in method.prepare(unit, pipeline))
         self._methods = [method]
-        self._seams = {u: Seam(u) if u.extractor is None else ExtractedSeam(u) for u in self.units}
+        self._seams = {unit: seam_of(unit) for unit in self.units}
         self._adoptions = Adoptions()
         self._clock = SchedulerClock(pipeline, self._adoptions, self._start, self._finish)
         self._bare = TimestepClock(self._start, any(u.family.time_runs_up for u in self.units))

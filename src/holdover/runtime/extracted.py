@@ -11,6 +11,7 @@ from ..errors import UnsupportedModelError
 from .calls import Call, Outcome
 from .replay import compare
 from .residuals import Held, weighted_sum
+from .seam import Seam
 from .unit import Unit
 
 CUT = "by the registered extractor"
@@ -85,7 +86,12 @@ class ExtractedSeam:
         report = compare(self._unit.class_name, (output, {}), (held, {}), CUT)
         if not report.ok:
             raise UnsupportedModelError(
-                f"{report}\nThe extractor's postprocess depends on more than the hidden states."
+                f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report
             )
         self._checked.add(call.structure)
         self._unit.report = report
+
+
+def seam_of(unit: Unit) -> Seam | ExtractedSeam:
+    """The way across one transformer: by its registered extractor, else by a trace."""
+    return Seam(unit) if unit.extractor is None else ExtractedSeam(unit)

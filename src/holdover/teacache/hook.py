@@ -9,7 +9,7 @@ from torch import nn
 
 from ..models.extractors import extractor_of
 from ..policies.teacache import Polynomial, TeaCacheState
-from ..profiles import TeaCacheProfile, shipped
+from ..profiles import TeaCacheFit, shipped
 from ..runtime.hooks import BranchStates, Role
 from .backend import TeaCacheBackend
 from .config import TeaCacheConfig
@@ -49,8 +49,8 @@ def apply_teacache_hook(module: nn.Module, config: TeaCacheConfig) -> None:
 
 def _rescaling(config: TeaCacheConfig) -> Polynomial:
     if config.coefficients is not None:
-        return Polynomial.trusted(config.coefficients)
+        return polynomial_of(TeaCacheFit(config.coefficients))
     for profile in shipped("tea_cache"):
-        if isinstance(profile, TeaCacheProfile) and profile.transformer_class == config.transformer_type:
+        if profile.transformer_class == config.transformer_type:
             return polynomial_of(profile.fit(""))
     return Polynomial((1.0, 0.0))
