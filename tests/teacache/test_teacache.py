@@ -268,7 +268,7 @@ def test_the_traced_cut_builds_a_context_that_works():
     with torch.no_grad():
         expected = model(**inputs)[0]
         with holdover.enable(model, TeaCacheConfig(coefficients=[1.0, 0.0])) as cache:
-            seam = cache.engine._seams[cache.engine.units[0]]
+            seam = cache.engine.crossing(cache.engine.units[0], cache.method(cache.settings))
             build = seam.context
 
             def keep(*args):

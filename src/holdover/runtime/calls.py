@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..models.family import BlockSignal
 from ..policies.base import Decision
+from ..predictors.linear import Predictor
 from .passes import Passes
 from .residuals import Held
+
+if TYPE_CHECKING:
+    from .generation import Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,14 @@ class Call:
     structure: Any
     signal: BlockSignal | None
     decide: Callable[[torch.Tensor | None], Decision]
-    held: Callable[[], Held]
     passes: Passes
+    step: int
+    track: Track
+    predictor: Predictor
+
+    def held(self) -> Held:
+        """What the blocks would add at this step, predicted from what was computed before."""
+        return self.track.predicted(self.step, self.predictor)
 
 
 @dataclass(slots=True)
@@ -35,3 +45,11 @@ class Outcome:
     output: Any
     decision: Decision
     held: Held | None
+
+
+class Crossing(Protocol):
+    """A way across one transformer: along a cut, or around the whole of it."""
+
+    def run(self, call: Call) -> Outcome:
+        """Take one forward across."""
+        ...

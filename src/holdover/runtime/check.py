@@ -9,13 +9,15 @@ from torch import nn
 
 from ..errors import EnableError, UnsupportedModelError
 from ..models.arguments import structure
-from ..policies.static import ASKED
+from ..policies.base import PolicyState
+from ..policies.static import ASKED, AlwaysCompute
+from ..predictors.linear import Hold
 from .adopt import Adoptions
 from .calls import Call
 from .extracted import seam_of
+from .generation import Track
 from .method import STANDARD
 from .replay import ReplayReport
-from .residuals import Held
 from .unit import Unit
 
 
@@ -28,12 +30,12 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
     reason = unit.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {unit.class_name} with these inputs is never held: it {reason}.")
-    adoptions = Adoptions()
+    adoptions, track = Adoptions(), Track(AlwaysCompute(), PolicyState())
     try:
         unit.install(adoptions, lambda unit, plain, args, kwargs: plain(*args, **kwargs))
         with torch.no_grad():
             seam_of(unit).run(
-                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, _nothing_held, STANDARD)
+                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, STANDARD, 0, track, Hold())
             )
     except UnsupportedModelError as error:
         if isinstance(error.report, ReplayReport):
@@ -43,7 +45,3 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
         adoptions.release_all()
     assert unit.report is not None
     return unit.report
-
-
-def _nothing_held() -> Held:
-    raise AssertionError("a check decides to compute")

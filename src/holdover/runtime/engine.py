@@ -17,9 +17,8 @@ from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
 from ..stats import Ledger, Stats, StepRecord
 from .adopt import Adoptions
-from .calls import Outcome
+from .calls import Crossing, Outcome
 from .clock import SchedulerClock, TimestepClock
-from .extracted import seam_of
 from .generation import Generation, Track
 from .method import Method
 from .stopwatch import Stopwatch
@@ -39,7 +38,7 @@ class Engine:
         self.units = [Unit(name, module) for name, module in modules.items()]
         self.notes = tuple(note for unit in self.units for note in method.prepare(unit, pipeline))
         self._methods = [method]
-        self._seams = {unit: seam_of(unit) for unit in self.units}
+        self._crossings: dict[tuple[Unit, type[Method]], Crossing] = {}
         self._adoptions = Adoptions()
         self._clock = SchedulerClock(pipeline, self._adoptions, self._start, self._finish)
         self._bare = TimestepClock(self._start, any(u.family.time_runs_up for u in self.units))
@@ -152,11 +151,18 @@ class Engine:
         else:
             visit = Visit(generation, unit, branch, step, arguments)
             self._track = visit.track
-            outcome = self._seams[unit].run(visit.call(plain, args, kwargs))
+            outcome = self.crossing(unit, generation.method).run(visit.call(plain, args, kwargs))
             visit.settle(outcome)
         made = outcome.decision
         generation.note(StepRecord(unit.name, branch, step, made.compute, made.reason, watch.stop()), unit)
         return outcome.output
+
+    def crossing(self, unit: Unit, method: Method) -> Crossing:
+        """The way across one transformer, kept from generation to generation."""
+        found = self._crossings.get((unit, type(method)))
+        if found is None:
+            found = self._crossings[unit, type(method)] = method.crossing(unit)
+        return found
 
     def _arrive(self, unit: Unit, arguments: Kwargs) -> tuple[int, str]:
         """The step and branch of a forward; begins a generation where the step shows that one has begun."""

@@ -14,6 +14,8 @@ from ..models.family import Signal
 from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
 from ..predictors.linear import Hold, Predictor
+from .calls import Crossing
+from .extracted import seam_of
 from .passes import Passes
 
 if TYPE_CHECKING:
@@ -45,6 +47,10 @@ class Method(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    def crossing(self, unit: Unit) -> Crossing:
+        """The way across this transformer; methods of one class share it."""
+        return seam_of(unit)
 
     def passes(self, unit: Unit) -> Passes:
         """How the blocks of this transformer are run and held."""

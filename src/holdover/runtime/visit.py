@@ -46,7 +46,8 @@ class Visit:
     def call(self, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The forward, with the questions the seam may ask about it."""
         at_head = self._signal.of_block if self._signal is not None and self._planned is None else None
-        return Call(plain, args, kwargs, self._kind, at_head, self.decide, self._held, self._method.passes(self._unit))
+        passes, predictor = self._method.passes(self._unit), self._method.predictor
+        return Call(plain, args, kwargs, self._kind, at_head, self.decide, passes, self._step, self.track, predictor)
 
     def decide(self, read: torch.Tensor | None) -> Decision:
         """Ask the policy, once the signal is there if it needs one."""
@@ -63,9 +64,6 @@ class Visit:
             read = time_signal(self._unit, self._signal.of_time, self._timestep)
         before, self.track.signal = self.track.signal, read
         return None if read is None or before is None else float(relative_change(read, before))
-
-    def _held(self) -> Any:
-        return self.track.predicted(self._step, self._method.predictor)
 
     def settle(self, outcome: Outcome) -> None:
         """Keep what was computed, and let go of what no later step needs."""
