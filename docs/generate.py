@@ -17,7 +17,7 @@ from holdover.base import CacheBackend
 from holdover.config import Config, allowed_values
 from holdover.models.family import Family
 from holdover.models.registry import families_declared
-from holdover.profiles import MagCacheProfile, Profile, TeaCacheProfile, shipped
+from holdover.profiles import MagCacheProfile, MethodProfile, TeaCacheProfile, shipped
 from holdover.selector import config_class
 from holdover.stats import GenerationStats, Stats
 from holdover.support import Support, declared, supported
@@ -30,11 +30,21 @@ REFERENCE = {
     "holdover": "What most programs need.",
     "holdover.teacache": "TeaCache and its parts.",
     "holdover.magcache": "MagCache and its parts.",
+    "holdover.cache_dit_backend": "The methods of the cache-dit library, and adapters for models.",
+    "holdover.compare": "Methods beside uncached pictures and beside fewer steps.",
+    "holdover.metrics": "How far two pictures are apart.",
+    "holdover.report": "A comparison as one HTML file.",
     "holdover.profiles": "Measured constants of models: find, load and save them.",
 }
 WITHOUT_DOCSTRING = {
     "__version__": "The version, as text.",
     "Method": "The names of the methods that keep profiles.",
+    "METRICS": "Every metric by name: its title, its unit, and which end is the good one.",
+    "PSNR_CAP": "The most a PSNR counts for beside smaller ones, in decibels.",
+    "Candidate": "A `Method`, `FewerSteps` or `Custom`.",
+    "CUSTOM_DIT_ENABLERS": "From the name of a pipeline's or transformer's class to the function that enables it.",
+    "RefreshCacheContextFunc": "A function `(pipeline, num_inference_steps, verbose)` that begins a generation.",
+    "logger": "Where the backend says what it put on a pipeline.",
 }
 
 
@@ -51,11 +61,12 @@ def main(arguments: Sequence[str]) -> int:
 def pages() -> dict[Path, str]:
     """Every file with generated text in it, as it should be."""
     docs = ROOT / "docs"
+    methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit"}
+    by_method = {docs / "methods" / f"{page}.md": settings(method) for page, method in methods.items()}
     return {
         docs / "models.md": models_page(),
         docs / "reference.md": reference_page(),
-        docs / "methods" / "teacache.md": with_parts(docs / "methods" / "teacache.md", settings=settings("tea_cache")),
-        docs / "methods" / "magcache.md": with_parts(docs / "methods" / "magcache.md", settings=settings("mag_cache")),
+        **{page: with_parts(page, settings=table) for page, table in by_method.items()},
         ROOT / "README.md": with_parts(ROOT / "README.md", models=short_models()),
     }
 
@@ -105,7 +116,7 @@ def families() -> list[Family]:
     return sorted(found.values(), key=lambda family: family.name.lower())
 
 
-def profiles_of(family: Family, method: Any) -> list[Profile]:
+def profiles_of(family: Family, method: Any) -> list[MethodProfile]:
     return [profile for profile in shipped(method) if profile.transformer_class in family.classes]
 
 
@@ -127,7 +138,7 @@ def short_models() -> str:
     return table(("model family", "`tea_cache`", "`mag_cache`"), rows)
 
 
-def _count(profiles: Sequence[Profile], otherwise: str) -> str:
+def _count(profiles: Sequence[MethodProfile], otherwise: str) -> str:
     if not profiles:
         return otherwise
     return f"{len(profiles)} profile" + ("s" if len(profiles) > 1 else "")
@@ -199,14 +210,15 @@ What the sources say or leave out, as it was noted when the numbers were taken o
 """
 
 
-CLASS_HEAD = ("class", "lists of blocks", "streams", "segments", "side outputs")
+CLASS_HEAD = ("class", "lists of blocks", "streams", "segments", "side outputs", "cache-dit")
 TEA_HEAD = ("profile", "model", "chosen when", "signal", "computed at the start", "least", "thresholds", "source")
 MAG_HEAD = ("profile", "model", "chosen when", "steps", "branches", "never held", "advised", "source")
 
 
 def class_row(row: Support) -> Sequence[str]:
     lists = row.cut.split(";")[0]
-    return f"`{row.name}`", lists, str(len(row.streams)), str(row.segments), str(row.sides or "")
+    cached = row.cache_dit or row.cache_dit_refusal.replace(f" {row.name}", "")
+    return f"`{row.name}`", lists, str(len(row.streams)), str(row.segments), str(row.sides or ""), cached
 
 
 def verdict(rows: Sequence[Support]) -> str:
@@ -215,7 +227,8 @@ def verdict(rows: Sequence[Support]) -> str:
     count = sum(bool(row.verified) for row in rows)
     return (
         f"Each was built as a tiny model with random weights. With diffusers {', '.join(sorted(versions))} a held step "
-        f"replays a computed one in {count} of {len(rows)}."
+        f"replays a computed one in {count} of {len(rows)}. Under cache-dit {sum(bool(row.cache_dit) for row in rows)} "
+        "do; the others are refused, with the reason in the last column."
     )
 
 
@@ -248,13 +261,13 @@ def mag_row(profile: MagCacheProfile) -> Sequence[str]:
     )
 
 
-def chosen(profile: Profile) -> str:
+def chosen(profile: MethodProfile) -> str:
     matches = [f"`{key}` is set" if value == "*" else f"`{key}` is `{value}`" for key, value in profile.match]
     pipelines = [f"in {code(profile.pipelines)}"] if profile.pipelines else []
     return "<br>".join([f"`{profile.transformer_class}`", *matches, *pipelines])
 
 
-def source(profile: Profile) -> str:
+def source(profile: MethodProfile) -> str:
     """Where the numbers were taken from: a link to the very line where a commit is known."""
     facts = dict(profile.source)
     if "measured" in facts:
@@ -266,7 +279,7 @@ def source(profile: Profile) -> str:
     return f"[{facts['repo']}]({address})"
 
 
-def notes(profiles: Iterable[Profile]) -> str:
+def notes(profiles: Iterable[MethodProfile]) -> str:
     lines = []
     for profile in profiles:
         also = f" The same numbers are in {'; '.join(profile.also_in)}." if profile.also_in else ""
@@ -293,7 +306,8 @@ def reference_page() -> str:
 
 def summary(thing: Any, name: str = "") -> str:
     """The first paragraph of a docstring, on one line."""
-    text = WITHOUT_DOCSTRING.get(name) or inspect.getdoc(thing)
+    own = inspect.isclass(thing) or inspect.isroutine(thing)
+    text = (None if own else WITHOUT_DOCSTRING.get(name)) or inspect.getdoc(thing)
     if not text:
         raise SystemExit(f"{name or thing} has no docstring.")
     return " ".join(text.split("\n\n")[0].split())

@@ -19,7 +19,7 @@ from holdover.profiles import (
     MagCacheDefaults,
     MagCacheProfile,
     MagCacheRatios,
-    Profile,
+    MethodProfile,
     TeaCacheFit,
     TeaCacheProfile,
     find,
@@ -29,10 +29,10 @@ from holdover.profiles import (
 )
 
 TEA, MAG = shipped("tea_cache"), shipped("mag_cache")
-EVERY: tuple[Profile, ...] = (*TEA, *MAG)
+EVERY: tuple[MethodProfile, ...] = (*TEA, *MAG)
 
 
-def named(profile: Profile) -> str:
+def named(profile: MethodProfile) -> str:
     return profile.name
 
 
@@ -40,7 +40,7 @@ def named(profile: Profile) -> str:
 
 
 @pytest.mark.parametrize("profile", EVERY, ids=named)
-def test_a_shipped_profile_says_where_it_comes_from(profile: Profile) -> None:
+def test_a_shipped_profile_says_where_it_comes_from(profile: MethodProfile) -> None:
     source = dict(profile.source)
     if "measured" in source:
         assert source["measured"] == "holdover"
@@ -54,7 +54,7 @@ def test_a_shipped_profile_says_where_it_comes_from(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("profile", EVERY, ids=named)
-def test_a_shipped_profile_is_for_a_class_and_for_pipelines_of_diffusers(profile: Profile) -> None:
+def test_a_shipped_profile_is_for_a_class_and_for_pipelines_of_diffusers(profile: MethodProfile) -> None:
     assert hasattr(diffusers, profile.transformer_class)
     own = ("EmojiPipeline",)
     assert all(hasattr(diffusers, name) or name in own for name in profile.pipelines)
@@ -270,7 +270,7 @@ FITTED = TeaCacheProfile(
 
 
 @pytest.mark.parametrize("profile", [*EVERY, MINE, FITTED], ids=named)
-def test_what_is_saved_is_what_is_loaded(profile: Profile, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_is_loaded(profile: MethodProfile, tmp_path: Path) -> None:
     path = tmp_path / "new" / "profile.json"
     save(profile, path)
     assert load(path) == profile
@@ -289,7 +289,7 @@ def test_only_profiles_can_be_saved(tmp_path: Path) -> None:
         save(SimpleNamespace(), tmp_path / "p.json")  # type: ignore[arg-type]
 
 
-def changed(profile: Profile, **entries: Any) -> Callable[[Path], None]:
+def changed(profile: MethodProfile, **entries: Any) -> Callable[[Path], None]:
     """Writes the profile's file with some entries replaced, or taken out where the value is ..."""
 
     def write(path: Path) -> None:

@@ -12,7 +12,7 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class MethodProfile:
     """The constants of one model for one method, and how to know that model again.
 
     - `match`: values of `transformer.config` that tell variants of one class apart (`num_layers` 30 or 40). A
@@ -57,7 +57,7 @@ class TeaCacheFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeaCacheProfile(Profile):
+class TeaCacheProfile(MethodProfile):
     """TeaCache's polynomials for the signal of that name of the model's family; branch `""` is any branch."""
 
     signal: str
@@ -106,7 +106,7 @@ class MagCacheDefaults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MagCacheProfile(Profile):
+class MagCacheProfile(MethodProfile):
     """MagCache's ratios on the grid they were measured on; branch `""` stands for any branch.
 
     `noise` are the noise levels of that grid, where they are known; `never_hold` are steps of it that the

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..errors import ProfileError, did_you_mean
 from .codec import decode, encode
+from .measured import SUFFIX, Profile
 from .profile import (
     MagCacheDefaults,
     MagCacheProfile,
     MagCacheRatios,
-    Profile,
+    MethodProfile,
     TeaCacheFit,
     TeaCacheProfile,
 )
@@ -28,7 +29,7 @@ __all__ = [
     "MagCacheProfile",
     "MagCacheRatios",
     "Method",
-    "Profile",
+    "MethodProfile",
     "TeaCacheFit",
     "TeaCacheProfile",
     "find",
@@ -41,7 +42,7 @@ Method = Literal["tea_cache", "mag_cache"]
 
 FORMAT = "holdover-profile"
 VERSION = 1
-_KINDS: dict[str, type[Profile]] = {"tea_cache": TeaCacheProfile, "mag_cache": MagCacheProfile}
+_KINDS: dict[str, type[MethodProfile]] = {"tea_cache": TeaCacheProfile, "mag_cache": MagCacheProfile}
 _FILES = {"tea_cache": "teacache.json", "mag_cache": "magcache.json"}
 _ABSENT = object()
 _ANY = "*"
@@ -51,7 +52,7 @@ _ANY = "*"
 def shipped(method: Literal["tea_cache"]) -> tuple[TeaCacheProfile, ...]: ...
 @overload
 def shipped(method: Literal["mag_cache"]) -> tuple[MagCacheProfile, ...]: ...
-def shipped(method: Method) -> tuple[Profile, ...]:
+def shipped(method: Method) -> tuple[MethodProfile, ...]:
     """Every profile that comes with holdover; of one class, the first is the one to take when in doubt."""
     if method not in _FILES:
         raise ProfileError(f"No profiles are kept for {method!r}.{did_you_mean(method, _FILES)}")
@@ -59,7 +60,7 @@ def shipped(method: Method) -> tuple[Profile, ...]:
 
 
 @cache
-def _shipped(method: str) -> tuple[Profile, ...]:
+def _shipped(method: str) -> tuple[MethodProfile, ...]:
     text = resources.files(__package__).joinpath(_FILES[method]).read_text(encoding="utf-8")
     entries = _body(_parsed(text, _FILES[method]), f"{FORMAT}s", method, _FILES[method])["profiles"]
     return tuple(decode(_KINDS[method], entry, f"{_FILES[method]}[{i}]") for i, entry in enumerate(entries))
@@ -83,7 +84,7 @@ def find(
     pipeline: object = None,
     name: str | None = None,
     signal: str | None = None,
-) -> Profile | None:
+) -> MethodProfile | None:
     """The profile of that name (or in that `.json` file), else the one that fits best, else None.
 
     `signal` leaves only profiles that were measured with that signal.
@@ -97,7 +98,18 @@ def find(
     return entries[0] if entries else None
 
 
-def _named(method: Method, name: str, transformer: nn.Module) -> Profile:
+@cache
+def measured() -> tuple[Profile, ...]:
+    """Every profile that was measured by `holdover.calibrate` and comes with holdover."""
+    files = [f for f in resources.files(__package__).iterdir() if f.name.endswith(SUFFIX)]
+    loaded = []
+    for file in files:
+        with resources.as_file(file) as path:
+            loaded.append(Profile.load(path))
+    return tuple(sorted(loaded, key=lambda profile: profile.name))
+
+
+def _named(method: Method, name: str, transformer: nn.Module) -> MethodProfile:
     known = {profile.name: profile for profile in shipped(method)}
     if name in known:
         return known[name]
@@ -107,9 +119,9 @@ def _named(method: Method, name: str, transformer: nn.Module) -> Profile:
     raise ProfileError(f"There is no {method} profile {name!r}.{hint} A path to a file must end in .json.")
 
 
-def _of_class(method: Method, transformer: nn.Module) -> list[Profile]:
+def _of_class(method: Method, transformer: nn.Module) -> list[MethodProfile]:
     """The profiles of the transformer's class, or of the nearest base that has any."""
-    profiles: tuple[Profile, ...] = shipped(method)
+    profiles: tuple[MethodProfile, ...] = shipped(method)
     for cls in type(transformer).__mro__:
         entries = [profile for profile in profiles if profile.transformer_class == cls.__name__]
         if entries:
@@ -117,7 +129,7 @@ def _of_class(method: Method, transformer: nn.Module) -> list[Profile]:
     return []
 
 
-def _agreement(profile: Profile, transformer: nn.Module, pipeline: Any) -> int | None:
+def _agreement(profile: MethodProfile, transformer: nn.Module, pipeline: Any) -> int | None:
     """How many constraints a profile has, all of which agree; None where one does not."""
     if profile.pipelines and not {cls.__name__ for cls in type(pipeline).__mro__} & set(profile.pipelines):
         return None
@@ -137,7 +149,7 @@ def _configured(key: str, transformer: nn.Module, pipeline: Any) -> object:
     return (getattr(holder, "config", None) or {}).get(name, _ABSENT)
 
 
-def save(profile: Profile, path: str | PathLike[str]) -> None:
+def save(profile: MethodProfile, path: str | PathLike[str]) -> None:
     """Write a profile as a JSON file, an entry a line; an older file is replaced at once or not at all."""
     method = next((m for m, kind in _KINDS.items() if type(profile) is kind), None)
     if method is None:
@@ -151,7 +163,7 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
     unfinished.replace(target)
 
 
-def load(path: str | PathLike[str], method: Method | None = None) -> Profile:
+def load(path: str | PathLike[str], method: Method | None = None) -> MethodProfile:
     """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
     where = str(path)
     try:

@@ -36,7 +36,7 @@ class _Pairs:
     previous: torch.Tensor | None = None
 
 
-class _Measure(Method):
+class SignalMeasure(Method):
     """Computes every step and looks at signal and output."""
 
     name = "estimate"
@@ -45,7 +45,7 @@ class _Measure(Method):
     def __init__(self, signal: str | None) -> None:
         super().__init__(NoneConfig())
         self._name = signal
-        self.pairs: dict[tuple[Unit, str], _Pairs] = {}
+        self.pairs: dict[tuple[str, str], _Pairs] = {}
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
         return (f"{unit.name}: signal {self.signal(unit).name}",)
@@ -57,7 +57,7 @@ class _Measure(Method):
         return resolve_signal(unit, self._name)
 
     def observe(self, computed: Computed) -> None:
-        pairs = self.pairs.setdefault((computed.unit, computed.branch), _Pairs())
+        pairs = self.pairs.setdefault((computed.unit.name, computed.branch), _Pairs())
         output = next(tensors_in(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
         if computed.change is not None and pairs.previous is not None:
             pairs.signal.append(float(computed.change))
@@ -67,6 +67,23 @@ class _Measure(Method):
     def finished(self) -> None:
         for pairs in self.pairs.values():
             pairs.previous = None
+
+    def profile(self, unit: Unit, degree: int, generations: int) -> TeaCacheProfile:
+        """The polynomials of one transformer, over all branches and by branch."""
+        branches = {branch: pairs for (name, branch), pairs in self.pairs.items() if name == unit.name}
+        signals = [x for pairs in branches.values() for x in pairs.signal]
+        outputs = [y for pairs in branches.values() for y in pairs.output]
+        fits = {"": fit_polynomial(signals, outputs, degree)}
+        if len(branches) > 1:
+            fits |= {branch: fit_polynomial(pairs.signal, pairs.output, degree) for branch, pairs in branches.items()}
+        return TeaCacheProfile(
+            name=f"estimated-{unit.class_name}",
+            model=unit.class_name,
+            transformer_class=unit.class_name,
+            signal=self.signal(unit).name,
+            fits=tuple(fits.items()),
+            source=(("measured", "holdover"), ("date", date.today().isoformat()), ("prompts", str(generations))),
+        )
 
 
 def estimate_coefficients(
@@ -85,7 +102,7 @@ def estimate_coefficients(
     """
     if not prompts:
         raise ConfigError("Estimating coefficients needs at least one prompt.")
-    measure = _Measure(signal)
+    measure = SignalMeasure(signal)
     engine = Engine(pipe, transformers_of(pipe), measure)
     engine.install()
     try:
@@ -93,27 +110,10 @@ def estimate_coefficients(
             pipe(**{**call, **({"prompt": prompt} if isinstance(prompt, str) else prompt)})
     finally:
         engine.uninstall()
-    profile = _profile(measure, engine.units[0], degree, len(prompts))
+    profile = measure.profile(engine.units[0], degree, len(prompts))
     if path is not None:
         save(profile, path)
     return profile
-
-
-def _profile(measure: _Measure, unit: Unit, degree: int, prompts: int) -> TeaCacheProfile:
-    branches = {branch: pairs for (u, branch), pairs in measure.pairs.items() if u is unit}
-    signals = [x for pairs in branches.values() for x in pairs.signal]
-    outputs = [y for pairs in branches.values() for y in pairs.output]
-    fits = {"": fit_polynomial(signals, outputs, degree)}
-    if len(branches) > 1:
-        fits |= {branch: fit_polynomial(pairs.signal, pairs.output, degree) for branch, pairs in branches.items()}
-    return TeaCacheProfile(
-        name=f"estimated-{unit.class_name}",
-        model=unit.class_name,
-        transformer_class=unit.class_name,
-        signal=measure.signal(unit).name,
-        fits=tuple(fits.items()),
-        source=(("measured", "holdover"), ("date", date.today().isoformat()), ("prompts", str(prompts))),
-    )
 
 
 def fit_polynomial(signal: Sequence[float], output: Sequence[float], degree: int = 4) -> TeaCacheFit:

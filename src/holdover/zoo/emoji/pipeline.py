@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,11 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
     @property
     def _patch(self) -> int:
         return int(self.config.patch_size)
+
+    @staticmethod
+    def calibration_prompts() -> list[str]:
+        """Captions of the kind the model was trained on, for measuring it."""
+        return resources.files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()
 
     @property
     def interrupt(self) -> bool:

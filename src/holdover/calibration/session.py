@@ -1,0 +1,190 @@
+"""One calibration: what has been measured so far, and the profile it becomes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, HoldoverError, UnsupportedModelError
+from ..grid import Grid
+from ..metrics import psnr
+from ..plan.kernel import Array, Kernel
+from ..plan.making import Setting
+from ..plan.rollout import Course
+from ..profiles import Facts, MagCacheProfile, Profile, TeaCacheProfile
+from ..runtime.backend import transformers_of
+from ..runtime.engine import Engine
+from ..runtime.identity import facts_of
+from ..runtime.method import Method
+from ..runtime.unit import Unit
+from .calls import Caller
+from .passes import Constants, OutputsOnly, Probe, Reference, Trajectory, growth
+from .prompts import Prompt, hash_of
+from .shelf import Shelf, grams
+
+logger = logging.getLogger(__name__)
+_LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
+_DEGREE = 4  # of TeaCache's polynomial
+
+
+class Session:
+    """Runs pairs of generations, an uncached one and a probe, and gathers what they show."""
+
+    def __init__(self, caller: Caller, store: str, seams: bool) -> None:
+        self._caller, self._store = caller, store
+        self._constants = Constants({} if seams else None)
+        self._grams: list[Array] = []
+        self._growth: list[Array] = []
+        self._seams: dict[str, list[Array]] = {}
+        self._offsets: list[float] = []
+        self._surprise: list[float] = []
+        self._grid: Grid | None = None
+        self._whole = True
+        self._units: list[Unit] = []
+
+    def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
+        """One uncached run and one probe of the same pictures."""
+        with ExitStack() as stack:
+            shelves = [stack.enter_context(Shelf(self._store)) for _ in range(3)]
+            reference, probe = Trajectory(*shelves[:2]), Trajectory(shelves[2])
+            self._announce(reference, bar)
+            pictures = self._uncached(reference, prompts, seeds, stack)
+            bar.update()
+            course = self._course(reference)
+            probing = Probe(probe, course.kernel)
+            probed = self._run(probing, prompts, seeds)
+            bar.update()
+            self._surprise += probing.guard.ratios
+            self._grams.append(course.kernel.grams)
+            self._growth.append(growth(reference, probe, probing.computed, course))
+            self._compare(pictures, probed, probe.error(reference, reference.steps))
+
+    def _announce(self, reference: Trajectory, bar: Any) -> None:
+        """Say how much memory the trajectories will take, once the first latent shows it."""
+        if self._grams:
+            return
+        count = 3 * (self._caller.steps + 1)
+
+        def say(latent: torch.Tensor) -> None:
+            size = count * latent.numel() * 4 / 1e6
+            bar.write(f"keeping {count} latents of {latent.numel() * 4 / 1e6:.1f} MB: {size:.0f} MB, {self._store}")
+
+        reference.latents.first = say
+
+    def _course(self, reference: Trajectory) -> Course:
+        assert self._grid is not None
+        outputs = grams(reference.outputs)
+        kernel = Kernel(np.array(self._grid.noise), outputs, np.zeros((len(outputs), reference.steps + 1)))
+        setting = Setting(self._grid, ((0, reference.steps - 1),), self._caller.pipe.scheduler)
+        return Course(kernel, setting.response())
+
+    def _uncached(
+        self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
+    ) -> torch.Tensor | None:
+        if not self._whole:
+            return self._run(OutputsOnly(reference, self._constants), prompts, seeds)
+        shelves = {name: stack.enter_context(Shelf(self._store)) for name in transformers_of(self._caller.pipe)}
+        self._constants.seams = None if self._constants.seams is None else shelves
+        try:
+            pictures = self._run(Reference(reference, self._constants), prompts, seeds)
+        except UnsupportedModelError as error:
+            logger.warning("Only plans can be made for this model, for its blocks cannot be held: %s", error)
+            self._whole = False
+            reference.clear()
+            return self._uncached(reference, prompts, seeds, stack)
+        self._keep_seams(reference.steps)
+        return pictures
+
+    def _keep_seams(self, steps: int) -> None:
+        """The inner products of the residuals; zero where another expert was at work."""
+        for name, shelf in (self._constants.seams or {}).items():
+            measured, handled = grams(shelf), self._constants.handled.pop(name)
+            whole = np.zeros((len(measured), steps, steps))
+            whole[np.ix_(range(len(measured)), handled, handled)] = measured
+            self._seams.setdefault(name, []).append(whole)
+
+    def _run(self, method: Method, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
+        pipe = self._caller.pipe
+        engine = Engine(pipe, transformers_of(pipe), method)
+        engine.install()
+        try:
+            pictures = self._caller(prompts, seeds)
+        finally:
+            engine.uninstall()
+        self._units = engine.units
+        self._check_grid(pipe.scheduler)
+        return pictures
+
+    def _check_grid(self, scheduler: Any) -> None:
+        """All generations must have the same noise levels."""
+        timesteps = [float(t) for t in scheduler.timesteps.tolist()]
+        scale = float(scheduler.config.get("num_train_timesteps", 1000))
+        grid = Grid(len(timesteps), tuple(t / scale for t in timesteps))
+        if self._grid is not None and self._grid != grid:
+            raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
+        self._grid = grid
+
+    def _compare(self, pictures: torch.Tensor | None, probed: torch.Tensor | None, errors: Array) -> None:
+        """What an error of the last latent means for the picture, in dB."""
+        if pictures is not None and probed is not None and len(pictures) == len(errors):
+            quality = psnr(probed, pictures).double().cpu().numpy()
+            offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
+            self._offsets.extend(float(offset) for offset in offsets if np.isfinite(offset))
+
+    def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
+        """Everything that was measured, with where it comes from."""
+        pipe, caller = self._caller.pipe, self._caller
+        assert self._grid is not None
+        guidance = caller.guidance if caller.guidance is not None else getattr(pipe, "guidance_scale", None)
+        facts = Facts(
+            name=name,
+            pipeline=type(pipe).__name__,
+            scheduler=type(pipe.scheduler).__name__,
+            noise=self._grid.noise,
+            models=tuple((unit.name, facts_of(unit.core)) for unit in self._units),
+            prompts=len(prompts),
+            prompts_hash=hash_of(prompts),
+            date=date.today().isoformat(),
+            versions=tuple((library, _version(library)) for library in _LIBRARIES),
+            guidance=None if guidance is None else float(guidance),
+            call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
+            psnr_offset=float(np.mean(self._offsets)) if self._offsets else None,
+            surprise=(median(self._surprise), max(self._surprise)) if self._surprise else (),
+            tea_cache=tuple((u.name, fit) for u in self._cut if (fit := self._fit(u, len(prompts))) is not None),
+            mag_cache=tuple((u.name, self._ratios(u)) for u in self._cut),
+        )
+        seams = {name: np.concatenate(measured) for name, measured in self._seams.items()}
+        return Profile(facts, np.concatenate(self._grams), np.concatenate(self._growth), seams)
+
+    @property
+    def _cut(self) -> list[Unit]:
+        """The transformers whose blocks could be watched."""
+        return [unit for unit in self._units if unit.name in self._constants.ratios]
+
+    def _fit(self, unit: Unit, generations: int) -> TeaCacheProfile | None:
+        """TeaCache's polynomial; none for a signal that does not change."""
+        try:
+            return self._constants.signals.profile(unit, _DEGREE, generations)
+        except ConfigError as error:
+            logger.warning("No TeaCache coefficients for %s: %s", unit.name, error)
+            return None
+
+    def _ratios(self, unit: Unit) -> MagCacheProfile:
+        profile = self._constants.ratios[unit.name].profile()
+        assert profile is not None
+        return profile
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "unknown"

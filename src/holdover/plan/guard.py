@@ -1,0 +1,65 @@
+"""Is this generation harder than those the plan was made on?
+
+At each computed step the plan's own forecast is at hand. Forecast minus truth, over what it was along the measured
+generations, says how hard this one is; how large that ratio is in an ordinary generation with held steps was measured
+too. The number is read when it has arrived, a step late, so nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import isfinite
+from statistics import median
+
+import torch
+
+from ..runtime.late import LateScalar
+from .kernel import Kernel
+from .rollout import DEPTH, Weights, error_of, least_squares
+
+HARD = 2.0  # times the largest ratio of the calibration: one more step is computed
+FOREIGN = 8.0  # times its median, over a whole generation: these are not the weights that were measured
+
+
+class Guard:
+    """Watches the guided outputs of one generation; `usual` is the median and the largest ratio of the calibration."""
+
+    def __init__(self, kernel: Kernel, usual: tuple[float, float] = (1.0, 1.0)) -> None:
+        self._kernel, self._usual = kernel, usual
+        self._outputs: deque[tuple[int, torch.Tensor]] = deque(maxlen=DEPTH)
+        self._pending: deque[LateScalar] = deque()
+        self.ratios: list[float] = []
+
+    def saw(self, step: int, output: torch.Tensor) -> None:
+        """A step was computed: compare its output with what the steps before it foretold."""
+        if len(self._outputs) > 1:
+            weights = least_squares([s for s, _ in self._outputs], step, self._kernel.mean)
+            self._pending.append(LateScalar(self._missed(weights, output) / self._largest(weights, step)))
+        self._outputs.append((step, output))
+
+    def _missed(self, weights: Weights, output: torch.Tensor) -> torch.Tensor:
+        """The squared error of the forecast over the output, of the worst picture in the batch."""
+        wrong = output.float()
+        for weight, (_, earlier) in zip(weights.values, self._outputs, strict=True):
+            wrong = wrong.sub(earlier, alpha=weight)
+        size = output.float().flatten(1).square().sum(1).clamp_min(1e-12)
+        return (wrong.flatten(1).square().sum(1) / size).max()
+
+    def _largest(self, weights: Weights, step: int) -> float:
+        """The same in the measured generation that was hardest at this step."""
+        grams = self._kernel.grams
+        return max(1e-12, *(error_of(weights, step, g) / max(float(g[step, step]), 1e-12) for g in grams))
+
+    def alarmed(self) -> bool:
+        """Whether a number that has arrived since the last call is far outside what was measured."""
+        arrived = []
+        while self._pending and self._pending[0].ready:
+            arrived.append(self._pending.popleft().read())
+        self.ratios += arrived
+        return any(not isfinite(ratio) or ratio > HARD * self._usual[1] for ratio in arrived)
+
+    def foreign(self) -> float | None:
+        """How far the whole generation was off, where that is more than a hard prompt can explain."""
+        self.alarmed()
+        off = median(self.ratios) / self._usual[0] if len(self.ratios) > 2 else 0.0
+        return off if off > FOREIGN else None

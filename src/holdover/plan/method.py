@@ -1,0 +1,221 @@
+"""The planned cache put together: a static schedule, weights from a plan, and a guard beside it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, HoldoverWarning, ProfileError
+from ..grid import Grid
+from ..policies.static import Scheduled
+from ..predictors.linear import Predictor
+from ..predictors.newton import Newton
+from ..profiles import Profile
+from ..runtime.calls import Crossing
+from ..runtime.clock import Stepped
+from ..runtime.identity import facts_of
+from ..runtime.method import Method
+from ..runtime.unit import Unit
+from ..runtime.whole import WholeSeam
+from .config import PlanConfig
+from .guard import Guard
+from .making import PlanMaker, Setting
+from .plan import Plan, Planned
+from .profile import resolved
+from .rollout import DEPTH, Ranges
+
+NEWTON_DEPTH = 2
+_KINDS = 32  # kinds of generation whose plan is kept
+
+
+@dataclass
+class _Current:
+    """The generation that runs: its plan, and what was added to it."""
+
+    setting: Setting
+    plan: Plan
+    guard: Guard | None
+    added: set[int] = field(default_factory=set)
+    predictors: dict[str, Planned] = field(default_factory=dict)
+
+
+class PlanMethod(Method):
+    """Plans each kind of generation once, before its first step."""
+
+    name = "plan"
+
+    def __init__(self, config: PlanConfig) -> None:
+        super().__init__(config)
+        self._settings = config
+        self._units: list[Unit] = []
+        self._pipeline: Any = None
+        self._profile: Profile | None = None
+        self._maker = PlanMaker(config, None)
+        self._plans: dict[Any, tuple[Setting, Plan]] = {}
+        self._current: _Current | None = None
+        self._warned = False
+
+    @property
+    def follows(self) -> bool:  # type: ignore[override]
+        return self._settings.guard and self._profile is not None
+
+    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+        self._units.append(unit)
+        self._pipeline = pipeline
+        if len(self._units) == 1:
+            self._profile = resolved(self._settings.profile, unit.core)
+            self._maker = PlanMaker(self._settings, self._profile)
+        if self._profile is None:
+            if self._settings.predictor == "least_squares" or self._settings.target is not None:
+                raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
+            return (f"{unit.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
+        _check_measured_on(self._profile, unit)
+        return (f"{unit.name}: profile {self._profile.name}",)
+
+    def started(self) -> None:
+        self._current = None
+
+    def policy(self, unit: Unit, branch: str, grid: Grid) -> Scheduled:
+        current = self._running(grid)
+        return Scheduled(frozenset(current.plan.computed), current.added)
+
+    def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
+        current = self._running(grid)
+        found = current.predictors.get(unit.name)
+        if found is None:
+            places = current.setting.noise.tolist()
+            distinct = len(set(places)) == len(places)
+            newton = Newton(NEWTON_DEPTH, tuple(places) if distinct else tuple(map(float, range(len(places)))))
+            found = current.predictors[unit.name] = Planned(self._plan_of(unit, current), newton, DEPTH)
+        return found
+
+    def _plan_of(self, unit: Unit, current: _Current) -> Plan:
+        """The plan with the weights of this transformer."""
+        return current.plan
+
+    def _running(self, grid: Grid) -> _Current:
+        """The generation at hand; its plan is made, or found, at its first forward."""
+        if self._current is None:
+            if not grid.bounded:
+                raise ConfigError(
+                    "A plan needs the number of steps: call cache.refresh(transformer, num_inference_steps) before "
+                    "the loop, or enable it on the pipeline."
+                )
+            setting, plan = self._planned(grid)
+            self._current = _Current(setting, plan, self._guard(setting))
+        return self._current
+
+    def _guard(self, setting: Setting) -> Guard | None:
+        """A guard for one generation, where there is something to compare it with."""
+        kernel = self._maker.kernel(setting) if self.follows and setting.scheduler is not None else None
+        if kernel is None or self._profile is None or len(self._profile.facts.surprise) != 2:
+            return None
+        usual, largest = self._profile.facts.surprise
+        return Guard(kernel, (usual, largest))
+
+    def _planned(self, grid: Grid) -> tuple[Setting, Plan]:
+        scheduler = getattr(self._pipeline, "scheduler", None)
+        whole = grid.between(grid.first, grid.count - 1)
+        ranges = self._ranges(whole)
+        key = (grid.count, grid.noise, ranges, type(scheduler), str(getattr(scheduler, "config", None)))
+        if key not in self._plans:
+            setting = Setting(whole, ranges, scheduler)
+            while len(self._plans) >= _KINDS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = setting, self._maker.plan(setting)
+            self._units[0].notes.update(self._plans[key][1].notes)
+        setting, plan = self._plans[key]
+        return Setting(whole, ranges, scheduler), plan
+
+    def _ranges(self, whole: Grid) -> Ranges:
+        """The steps of each expert; one range where there is one transformer, or both run at every step."""
+        grids = [unit.family.range_of(self._pipeline, unit.module, whole) for unit in self._units]
+        ranges = sorted({(g.first, g.last) for g in grids})
+        apart = all(a[1] < b[0] for a, b in pairwise(ranges))
+        return tuple(ranges) if apart else ((whole.first, whole.last),)
+
+    def stepped(self, stepped: Stepped) -> None:
+        """Look at the output of a computed step; where the generation is hard, add a step to what is to come."""
+        current = self._current
+        if current is None or current.guard is None or not isinstance(stepped.output, torch.Tensor):
+            return
+        if stepped.step in current.plan.computed or stepped.step in current.added:
+            current.guard.saw(stepped.step, stepped.output)
+        if current.guard.alarmed():
+            self._add(current, stepped.step)
+
+    def _add(self, current: _Current, step: int) -> None:
+        """Compute one more step, the middle of the next gap; a plan grows by a quarter at most."""
+        if len(current.added) >= max(1, len(current.plan.computed) // 4):
+            return
+        held = _next_gap(step, {*current.plan.computed, *current.added}, current.setting.grid.last)
+        if not held:
+            return
+        current.added.add(held[len(held) // 2])
+        computed = tuple(sorted({*current.plan.computed, *current.added}))
+        planner = self._maker.planner(current.setting)
+        longer = Plan(computed, self._maker.weights(current.setting, planner, computed), current.plan.notes)
+        for predictor in current.predictors.values():
+            predictor.plan = longer
+
+    def finished(self) -> None:
+        current, self._current = self._current, None
+        off = None if current is None or current.guard is None else current.guard.foreign()
+        if off is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The outputs of this model are {off:.0f} times less predictable than those its profile was measured "
+                "on: are a LoRA or quantised weights in use that were not there then? Calibrate again with them.",
+                HoldoverWarning,
+                stacklevel=2,
+            )
+
+
+class OutputPlan(PlanMethod):
+    """Holds the transformer's output: nothing inside it runs at a held step."""
+
+    def crossing(self, unit: Unit) -> Crossing:
+        return WholeSeam(unit)
+
+
+class SeamPlan(PlanMethod):
+    """Holds residuals at the seam: embedders and output layers run at every step."""
+
+    def _plan_of(self, unit: Unit, current: _Current) -> Plan:
+        weights = self._maker.seam_weights(current.setting, unit.name, current.plan.computed)
+        return Plan(current.plan.computed, weights, current.plan.notes)
+
+    @property
+    def follows(self) -> bool:  # type: ignore[override]
+        return False
+
+
+def _next_gap(step: int, computed: set[int], last: int) -> list[int]:
+    """The held steps after `step` up to the next computed one that has any before it."""
+    gap: list[int] = []
+    for later in range(step + 1, last + 1):
+        if later not in computed:
+            gap.append(later)
+        elif gap:
+            break
+    return gap
+
+
+def _check_measured_on(profile: Profile, unit: Unit) -> None:
+    """The profile must be of this class; that it is of other weights is said."""
+    measured = dict(profile.facts.models).get(unit.name)
+    now = facts_of(unit.core)
+    if measured is None or measured.transformer_class != now.transformer_class:
+        known = ", ".join(f"{name} ({m.transformer_class})" for name, m in profile.facts.models)
+        raise ProfileError(f"Profile {profile.name!r} was measured on {known}, not on this {now.transformer_class}.")
+    if measured.fingerprint != now.fingerprint or measured.adapters != now.adapters:
+        what = "with other adapters" if measured.fingerprint == now.fingerprint else "on other weights"
+        warnings.warn(
+            f"Profile {profile.name!r} was measured {what}: what it promises does not hold here. Calibrate again.",
+            HoldoverWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,33 @@
+"""A plan: the computed steps of one kind of generation, and what the held ones are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..predictors.newton import Newton
+from .rollout import DEPTH, Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Decided before the first step; `notes` say where it comes from and what it is expected to cost."""
+
+    computed: tuple[int, ...]
+    weights: dict[int, Weights]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Planned:
+    """The predictor of a plan, which may change while the generation runs; Newton where anchors are not the plan's."""
+
+    plan: Plan
+    otherwise: Newton
+    depth: int = field(default=DEPTH)
+
+    def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
+        planned = self.plan.weights.get(step)
+        if planned is None or planned.anchors != tuple(anchors[-len(planned.anchors) :]):
+            return self.otherwise.weights(step, anchors)
+        return (0.0,) * (len(anchors) - len(planned.anchors)) + planned.values

@@ -1,0 +1,131 @@
+"""A planned generation run on paper: the weights of its held steps, and how far it ends from the uncached one.
+
+Vectors are coefficients over the uncached outputs. A held step is not fitted to the output it stands for but to the one
+that leads back to the uncached trajectory, (x_{i+1} - x) / dsigma under Euler: errors of earlier held steps are made
+good by later ones. The latent itself as a further regressor was tried and gives nothing once four outputs are used: it
+is a sum of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .kernel import Array, Kernel
+
+DEPTH = 4  # computed outputs a held step may use
+Ranges = tuple[tuple[int, int], ...]
+RIDGE = 1e-7  # of the mean squared length: keeps weights finite where outputs are nearly parallel
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How one held step is made: a weight for each of the last computed steps, newest last."""
+
+    anchors: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class Course:
+    """A grid of steps with its scheduler: where the latents go, given the outputs.
+
+    `response[i]` says how much of each output is in the latent before step i; the start of the generation is in all of
+    them alike and does not matter.
+    """
+
+    def __init__(self, kernel: Kernel, response: Array) -> None:
+        self.kernel, self.response, self.steps = kernel, response, kernel.steps
+
+    def reach(self) -> Array:
+        """How much of an error of each step's output is found in the last latent."""
+        reached: Array = np.abs(self.response[self.steps]) * self.kernel.amplification()
+        return reached
+
+    def weights(self, computed: Collection[int], ranges: Ranges, depth: int = DEPTH) -> dict[int, Weights]:
+        """The weights of every held step, fitted to lead back to the uncached trajectory.
+
+        A step is made of computed steps of its own range: of its own expert, in a model that has two.
+        """
+        walk = _Walk(self)
+        found = {}
+        for step in range(self.steps):
+            first = next((first for first, last in ranges if first <= step <= last), None)
+            if first is None or step in computed:
+                walk.compute(step)
+            else:
+                found[step] = walk.fitted(step, tuple(a for a in walk.anchors if a >= first)[-depth:])
+                walk.hold(step, found[step])
+        return found
+
+    def errors(self, weights: Mapping[int, Weights]) -> Array:
+        """The squared error of the latent before each step and at the end, on paper, in each generation."""
+        walk = _Walk(self)
+        errors = []
+        for step in range(self.steps):
+            errors.append(walk.error(step))
+            if step in weights:
+                walk.hold(step, weights[step])
+            else:
+                walk.compute(step)
+        return np.stack([*errors, walk.error(self.steps)], axis=1)
+
+
+class _Walk:
+    """One run on paper, step by step."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self._outputs = np.zeros((course.steps, course.steps))
+        self.anchors: list[int] = []
+
+    def compute(self, step: int) -> None:
+        self._outputs[step, step] = 1.0
+        self.anchors.append(step)
+
+    def hold(self, step: int, weights: Weights) -> None:
+        self._outputs[step] = np.asarray(weights.values) @ self._outputs[list(weights.anchors)]
+
+    def fitted(self, step: int, anchors: tuple[int, ...]) -> Weights:
+        """Weights over these anchors that put the next latent where it belongs, or as near as can be."""
+        values = fit(self._outputs[list(anchors)], self._wanted(step), self._course.kernel.mean)
+        return Weights(anchors, tuple(map(float, values)))
+
+    def error(self, step: int) -> Array:
+        return self._course.kernel.squared(self._latent(step) - self._course.response[step])
+
+    def _latent(self, step: int) -> Array:
+        reached: Array = self._course.response[step] @ self._outputs
+        return reached
+
+    def _wanted(self, step: int) -> Array:
+        share = self._course.response[step + 1, step]
+        if abs(share) < 1e-12:
+            own: Array = np.eye(self._course.steps)[step]
+            return own
+        missing: Array = (self._course.response[step + 1] - self._latent(step + 1)) / share
+        return missing
+
+
+def fit(features: Array, wanted: Array, gram: Array) -> Array:
+    """Least squares over vectors of which only inner products are known: (F G F' + ridge) w = F G y."""
+    known = features @ gram
+    normal = known @ features.T
+    ridge = RIDGE * np.trace(normal) / len(normal)
+    weights: Array = np.linalg.solve(normal + ridge * np.eye(len(normal)), known @ wanted)
+    return weights
+
+
+def least_squares(anchors: Sequence[int], step: int, gram: Array) -> Weights:
+    """The weights that predict the output of `step` itself best."""
+    basis = np.eye(len(gram))
+    return Weights(tuple(anchors), tuple(map(float, fit(basis[list(anchors)], basis[step], gram))))
+
+
+def error_of(weights: Weights, step: int, gram: Array) -> float:
+    """Mean squared error of predicting the output of `step`: G_tt - 2 w'G_St + w'G_SS w."""
+    vector = np.zeros(len(gram))
+    vector[step] = 1.0
+    vector[list(weights.anchors)] -= np.asarray(weights.values)
+    return float(vector @ gram @ vector)

@@ -1,0 +1,54 @@
+"""Which model is this? Enough of its weights to know it again, and what is attached to it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..profiles import ModelFacts
+
+_SAMPLES = 8  # values of each parameter that enter the fingerprint
+
+
+def facts_of(transformer: nn.Module) -> ModelFacts:
+    """What a profile says of the transformer it was measured on."""
+    return ModelFacts(
+        type(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
+    )
+
+
+def fingerprint(transformer: nn.Module) -> str:
+    """A hash of the parameters' names and shapes and of some values of each; adapters do not change it."""
+    hashed, samples = hashlib.sha256(), []
+    for name, parameter in sorted(transformer.named_parameters()):
+        if "lora_" in name:
+            continue
+        hashed.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)};".encode())
+        if not parameter.is_meta and parameter.numel():
+            samples.append(_sample(parameter))
+    if samples:
+        hashed.update(torch.cat(samples).cpu().numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def _sample(parameter: nn.Parameter) -> torch.Tensor:
+    """A few values spread over a parameter, rounded so that a change of precision does not matter."""
+    flat = parameter.detach().flatten()
+    places = torch.linspace(0, flat.numel() - 1, _SAMPLES, device=flat.device).long()
+    return flat[places].to(torch.bfloat16).float()
+
+
+def dtype_of(transformer: nn.Module) -> str:
+    parameter = next(transformer.parameters(), None)
+    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")
+
+
+def adapters(transformer: Any) -> tuple[str, ...]:
+    """The names of the adapters in use."""
+    if not getattr(transformer, "peft_config", None):
+        return ()
+    active = transformer.active_adapters() if callable(transformer.active_adapters) else transformer.active_adapters
+    return tuple(sorted([active] if isinstance(active, str) else active))

@@ -1,0 +1,76 @@
+"""Plans tried on the model itself, against the uncached pictures of the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ..calibration.calls import Caller, batches
+from ..calibration.prompts import Prompt
+from ..calibration.shelf import Shelf
+from ..errors import HoldoverError
+from ..metrics import psnr, ssim
+from ..plan import PlanBackend, PlanConfig
+from ..profiles import Profile
+
+_MEASURES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"psnr": psnr, "ssim": ssim}
+
+
+class Trials:
+    """Prompts with their uncached pictures; a context manager that lets go of the pictures."""
+
+    def __init__(
+        self, caller: Caller, profile: Profile, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1
+    ) -> None:
+        self._caller, self._profile = caller, profile
+        self._parts = list(batches(prompts, batch_size, seed))
+        self.count = len(prompts)
+        self._stack = ExitStack()
+        self._pictures = self._stack.enter_context(Shelf("cpu"))
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of each generation."""
+        return len(self._profile.facts.noise)
+
+    @property
+    def runs(self) -> int:
+        """How many calls of the pipeline one trial takes."""
+        return len(self._parts)
+
+    def reference(self, done: Callable[[], Any]) -> None:
+        """Generate the uncached pictures."""
+        for prompts, seeds in self._parts:
+            pictures = self._caller(prompts, seeds)
+            if pictures is None:
+                raise HoldoverError(f"{type(self._caller.pipe).__name__} gives no pictures to compare.")
+            self._pictures.put(pictures)
+            done()
+
+    def values(
+        self, metric: str, computed: tuple[int, ...], done: Callable[[], Any], enough: Callable[[list[float]], bool]
+    ) -> list[float]:
+        """The quality of each picture under a schedule; stops early once `enough` of them tell."""
+        backend = PlanBackend(PlanConfig(profile=self._profile, schedule=computed, guard=False))
+        backend.enable(self._caller.pipe)
+        found: list[float] = []
+        try:
+            for index, (prompts, seeds) in enumerate(self._parts):
+                pictures = self._caller(prompts, seeds)
+                assert pictures is not None
+                found += _MEASURES[metric](pictures.cpu(), self._pictures[index]).tolist()
+                done()
+                if enough(found):
+                    break
+        finally:
+            backend.disable()
+        return found
