@@ -30,4 +30,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict --site-dir site
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

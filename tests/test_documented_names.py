@@ -16,11 +16,25 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from cache_dit.caching import CachedAdapter, CachedContextManager
+from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
 from diffusers.hooks import HookRegistry, ModelHook, _helpers
 from torch import nn
 
 import holdover
 from holdover.base import CacheBackend, DiffusionCacheConfig
+from holdover.cache_dit_backend import (
+    BagelCachedAdapter,
+    BagelCachedBlocks,
+    BagelCachedContextManager,
+    CacheDiTAdapterConfig,
+    CacheDiTBackend,
+    CacheDiTConfig,
+    SensenovaCachedAdapter,
+    SensenovaCachedBlocks,
+    Wan22S2VCachedAdapter,
+    Wan22S2VCachedBlocks,
+)
 from holdover.context import CacheContext
 from holdover.errors import ConfigError, UnsupportedModelError
 from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
@@ -43,6 +57,7 @@ from tiny.models import MODELS, with_timestep
 from tiny.pipelines import PIPELINES, run
 
 FLUX = "FluxTransformer2DModel"
+CACHE_DIT = "holdover.cache_dit_backend"
 
 # Where each name is
 
@@ -56,6 +71,7 @@ PACKAGE = [
     "resolve_prompt_embed_cache_config",
     "uninstall_prompt_embed_cache",
     "base",
+    "cache_dit_backend",
     "magcache",
     "prompt_embed_cache",
     "selector",
@@ -66,6 +82,28 @@ NAMES = {
     "holdover": PACKAGE,
     "holdover.base": ["CacheBackend", "DiffusionCacheConfig"],
     "holdover.selector": ["get_cache_backend"],
+    "holdover.cache_dit_backend": [
+        "CUSTOM_DIT_ENABLERS",
+        "BagelCachedAdapter",
+        "BagelCachedBlocks",
+        "BagelCachedContextManager",
+        "CacheDiTAdapterConfig",
+        "CacheDiTBackend",
+        "RefreshCacheContextFunc",
+        "SensenovaCachedAdapter",
+        "SensenovaCachedBlocks",
+        "Wan22S2VCachedAdapter",
+        "Wan22S2VCachedBlocks",
+        "build_cache_context_refresh",
+        "cache_summary",
+        "default_get_pipeline_transformer",
+        "enable_cache_for_cosmos3",
+        "enable_cache_for_dit",
+        "enable_cache_for_wan22",
+        "enable_cache_for_wan22_s2v",
+        "logger",
+        "may_enable_cache_dit",
+    ],
     "holdover.prompt_embed_cache": [
         "PromptEmbedCache",
         "install_prompt_embed_cache",
@@ -150,6 +188,49 @@ SIGNATURES = [
     ),
     ("holdover.prompt_embed_cache", "resolve_prompt_embed_cache_config", "(enable=None, max_size=None)"),
     ("holdover.prompt_embed_cache", "uninstall_prompt_embed_cache", "(pipeline)"),
+    # cache-dit
+    (CACHE_DIT, "CacheDiTBackend.enable", "(self, pipeline)"),
+    (CACHE_DIT, "CacheDiTBackend.refresh", "(self, pipeline, num_inference_steps, verbose=True)"),
+    (CACHE_DIT, "CacheDiTBackend.is_enabled", "(self)"),
+    (CACHE_DIT, "CacheDiTBackend.maybe_build_block_adapter", "(pipeline)"),
+    (CACHE_DIT, "CacheDiTBackend.maybe_get_cached_adapter_cls", "(pipeline)"),
+    (
+        CACHE_DIT,
+        "CacheDiTAdapterConfig",
+        "(block_forward_patterns, cached_adapter_cls=None, check_forward_pattern=True, has_separate_cfg=False)",
+    ),
+    (CACHE_DIT, "BagelCachedAdapter.collect_unified_blocks", "(block_adapter, contexts_kwargs)"),
+    (CACHE_DIT, "BagelCachedAdapter.create_context", "(block_adapter, **context_kwargs)"),
+    (CACHE_DIT, "BagelCachedBlocks.call_Mn_blocks", "(self, hidden_states, encoder_hidden_states, *args, **kwargs)"),
+    (
+        CACHE_DIT,
+        "BagelCachedBlocks.compute_or_prune",
+        "(self, block_id, block, hidden_states, encoder_hidden_states, *args, **kwargs)",
+    ),
+    (
+        CACHE_DIT,
+        "BagelCachedContextManager.apply_cache",
+        "(self, hidden_states, encoder_hidden_states=None, prefix='Bn', encoder_prefix='Bn_encoder')",
+    ),
+    (CACHE_DIT, "SensenovaCachedAdapter.collect_unified_blocks", "(block_adapter, contexts_kwargs)"),
+    (CACHE_DIT, "SensenovaCachedBlocks.forward", "(self, hidden_states, *args, **kwargs)"),
+    (CACHE_DIT, "Wan22S2VCachedAdapter.collect_unified_blocks", "(block_adapter, contexts_kwargs)"),
+    (CACHE_DIT, "Wan22S2VCachedBlocks.call_Bn_blocks", "(self, hidden_states, *args, **kwargs)"),
+    (CACHE_DIT, "Wan22S2VCachedBlocks.call_Fn_blocks", "(self, hidden_states, *args, **kwargs)"),
+    (CACHE_DIT, "Wan22S2VCachedBlocks.call_Mn_blocks", "(self, hidden_states, *args, **kwargs)"),
+    (CACHE_DIT, "Wan22S2VCachedBlocks.call_blocks", "(self, hidden_states, *args, **kwargs)"),
+    (
+        CACHE_DIT,
+        "build_cache_context_refresh",
+        "(cache_config, get_pipeline_transformer=default_get_pipeline_transformer)",
+    ),
+    (CACHE_DIT, "cache_summary", "(pipeline, details=True)"),
+    (CACHE_DIT, "default_get_pipeline_transformer", "(pipeline)"),
+    (CACHE_DIT, "enable_cache_for_cosmos3", "(pipeline, cache_config)"),
+    (CACHE_DIT, "enable_cache_for_dit", "(pipeline, cache_config, block_adapter=None, adapter_cls=None)"),
+    (CACHE_DIT, "enable_cache_for_wan22", "(pipeline, cache_config)"),
+    (CACHE_DIT, "enable_cache_for_wan22_s2v", "(pipeline, cache_config)"),
+    (CACHE_DIT, "may_enable_cache_dit", "(pipeline, od_config)"),
     # TeaCache
     ("holdover.teacache", "TeaCacheBackend.enable", "(self, pipeline)"),
     ("holdover.teacache", "TeaCacheBackend.refresh", "(self, pipeline, num_inference_steps, verbose=True)"),
@@ -198,7 +279,7 @@ def test_signature(module: str, path: str, text: str) -> None:
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = dict(vars(importlib.import_module(module)))
     exec(f"def documented{text}: ...", scope)
     documented = [_shape(p) for p in inspect.signature(scope["documented"]).parameters.values()]
     parameters = list(inspect.signature(found).parameters.values())
@@ -223,6 +304,25 @@ FIELDS = {
     "calibrate": False,
     "mag_calibrate": False,
 }
+CACHE_DIT_FIELDS = {
+    "Fn_compute_blocks": 1,
+    "Bn_compute_blocks": 0,
+    "max_warmup_steps": 4,
+    "max_cached_steps": -1,
+    "max_continuous_cached_steps": 3,
+    "residual_diff_threshold": 0.24,
+    "enable_taylorseer": False,
+    "taylorseer_order": 1,
+    "scm_steps_mask_policy": None,
+    "scm_steps_policy": "dynamic",
+    "force_refresh_step_hint": None,
+    "force_refresh_step_policy": "once",
+}
+
+
+@pytest.mark.parametrize(("name", "default"), CACHE_DIT_FIELDS.items())
+def test_settings_of_cache_dit_and_their_defaults(name: str, default: Any) -> None:
+    assert getattr(DiffusionCacheConfig(), name) == getattr(CacheDiTConfig(), name) == default
 
 
 @pytest.mark.parametrize(("name", "default"), FIELDS.items())
@@ -237,6 +337,14 @@ BASES = [
     (CacheBackend, ABC),
     (TeaCacheBackend, CacheBackend),
     (MagCacheBackend, CacheBackend),
+    (CacheDiTBackend, CacheBackend),
+    (BagelCachedAdapter, CachedAdapter),
+    (BagelCachedBlocks, CachedBlocks_Pattern_0_1_2),
+    (BagelCachedContextManager, CachedContextManager),
+    (SensenovaCachedAdapter, CachedAdapter),
+    (SensenovaCachedBlocks, CachedBlocks_Pattern_3_4_5),
+    (Wan22S2VCachedAdapter, CachedAdapter),
+    (Wan22S2VCachedBlocks, CachedBlocks_Pattern_3_4_5),
     (TeaCacheHook, ModelHook),
     (MagCacheHeadHook, ModelHook),
     (MagCacheBlockHook, ModelHook),
@@ -249,7 +357,9 @@ def test_base_class(cls: type, base: type) -> None:
     assert issubclass(cls, base)
 
 
-@pytest.mark.parametrize("cls", [CacheContext, TeaCacheConfig, MagCacheConfig, DiffusionCacheConfig])
+@pytest.mark.parametrize(
+    "cls", [CacheContext, TeaCacheConfig, MagCacheConfig, DiffusionCacheConfig, CacheDiTAdapterConfig]
+)
 def test_is_a_dataclass(cls: type) -> None:
     assert dataclasses.is_dataclass(cls)
 
@@ -259,6 +369,7 @@ TEA, MAG, EVERYTHING = TeaCacheConfig(coefficients=[1.0, 0.0]), MagCacheConfig()
 ATTRIBUTES = [
     (lambda: TeaCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
     (lambda: MagCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
+    (lambda: CacheDiTBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
     (lambda: TeaCacheHook(TEA), {"config": TEA, "extractor_fn": None}),
     (lambda: MagCacheHeadHook(state_manager=STATES, config=MAG), {"config": MAG, "state_manager": STATES}),
     (

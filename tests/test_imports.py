@@ -17,7 +17,7 @@ import pytest
 
 import holdover
 
-HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy"}
+HEAVY = {"torch", "diffusers", "cache_dit", "transformers", "accelerate", "numpy"}
 
 
 def python(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -217,6 +217,8 @@ def test_reenabling_with_other_settings_takes_effect():
         ("mag_cache", "mag_treshold", "mag_threshold"),
         ("tea_cache", "rel_l1_tresh", "rel_l1_thresh"),
         ("mag_cache", "max_skip_steps", "mag_max_skip_steps"),
+        ("cache_dit", "enable_taylorser", "enable_taylorseer"),
+        ("cache_dit", "max_warmup_step", "max_warmup_steps"),
     ],
 )
 def test_typos_in_settings_are_errors_that_name_the_right_one(method, typo, meant):
@@ -254,3 +256,84 @@ def test_ratios_of_another_length_belong_to_that_many_steps():
         trace = cache.stats().last.trace("cond")
     assert "h" not in trace[1:6]
     assert trace[10:].count("h") > 25
+
+
+# cache-dit, by the library's own blocks and contexts
+
+DIT = {"residual_diff_threshold": 1.0, "max_warmup_steps": 1, "max_continuous_cached_steps": 2}
+MASKED = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static"}
+
+
+def test_scm_masks_do_not_drift_over_requests_nor_stick_to_the_next():
+    """The library's own refresh is one step late: CssC runs as CssC, sCss, CsCs, sCsC over four images."""
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **MASKED) as cache:
+        traces = []
+        for steps in (4, 4, 4, 4, 8, 4):
+            run(pipe, **tiny.call(steps=steps))
+            traces.append(cache.stats().last.trace("cond"))
+        with cache.using(scm_steps_mask_policy=None, **DIT):
+            run(pipe, **tiny.call(steps=8))
+            traces.append(cache.stats().last.trace("cond"))
+    assert traces == ["CChC"] * 4 + ["CChhChhC", "CChC", "ChhChhCh"]
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_cache_dit_tells_branches_apart_by_what_they_are(branches):
+    """Also with one branch, with three, and where one is left out for some steps: nothing is counted."""
+    tiny = MODELS["FluxTransformer2DModel"]
+    words = [tiny.inputs(seed=seed) for seed in range(branches)]
+    model = tiny.build()
+    with torch.no_grad(), holdover.enable(model, "cache_dit", **DIT) as cache:
+        for i in range(9):
+            for j, inputs in enumerate(words):
+                if j == 0 or i not in (4, 5):
+                    model(**with_timestep(tiny, inputs, 1 - i / 9))
+        generation = cache.stats().last
+    assert generation.trace("1") == "ChhChhChh"
+    assert {generation.trace(branch) for branch in generation.branches[1:]} <= {"ChhChhC"}
+    assert len(generation.branches) == branches
+
+
+@pytest.mark.parametrize("name", [name for name in REPLAYED if "controlnet" in name])
+def test_cache_dit_refuses_controlnet_and_leaves_the_model_as_it_was(name):
+    tiny = MODELS[name]
+    model = tiny.build()
+    with torch.no_grad():
+        plain = first(model(**tiny.inputs()))
+        with holdover.enable(model, "cache_dit"):
+            with pytest.raises(holdover.UnsupportedModelError, match=type(model).__name__):
+                model(**tiny.inputs())
+        assert torch.equal(first(model(**tiny.inputs())), plain)
+
+
+def test_cache_dit_leaves_the_pipelines_class_alone():
+    tiny = PIPELINES["FluxPipeline"]
+    one, two = tiny.build(), tiny.build()
+    before = dict(vars(FluxPipeline))
+    plain = run(two, **tiny.call(steps=6))
+    cache = holdover.enable(one, "cache_dit", **DIT)
+    assert torch.equal(run(two, **tiny.call(steps=6)), plain)
+    cache.disable()
+    assert torch.equal(run(one, **tiny.call(steps=6)), run(two, **tiny.call(steps=6)))
+    assert dict(vars(FluxPipeline)) == before
+
+
+def test_cache_dit_enabled_again_with_other_settings_takes_effect():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    traces = []
+    for warm_up in (1, 4):
+        with holdover.enable(pipe, "cache_dit", **{**DIT, "max_warmup_steps": warm_up}) as cache:
+            run(pipe, **tiny.call(steps=6))
+            traces.append(cache.stats().last.trace("cond"))
+    assert traces == ["ChhChh", "CCCChh"]
+
+
+def test_cache_dit_request_2_does_not_start_with_request_1s_residual():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe, fresh = tiny.build(), tiny.build()
+    with holdover.enable(pipe, "cache_dit", **DIT), holdover.enable(fresh, "cache_dit", **DIT):
+        run(pipe, **tiny.call(steps=5, seed=1))
+        assert torch.equal(run(pipe, **tiny.call(steps=6, seed=2)), run(fresh, **tiny.call(steps=6, seed=2)))

@@ -8,9 +8,11 @@ import pytest
 
 import holdover
 from holdover.base import CacheBackend, DiffusionCacheConfig
+from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig
 from holdover.config import Config
 from holdover.errors import ConfigError, NotEnabledError
 from holdover.magcache import MagCacheBackend, MagCacheConfig
+from holdover.plan import PlanBackend, PlanConfig
 from holdover.runtime.backend import NoneBackend
 from holdover.runtime.method import NoneConfig
 from holdover.selector import backend_class, backend_for_config, config_class, get_cache_backend, methods, own_config
@@ -19,6 +21,8 @@ from holdover.teacache import TeaCacheBackend, TeaCacheConfig
 METHODS: dict[str, tuple[type[CacheBackend], type[Config]]] = {
     "tea_cache": (TeaCacheBackend, TeaCacheConfig),
     "mag_cache": (MagCacheBackend, MagCacheConfig),
+    "cache_dit": (CacheDiTBackend, CacheDiTConfig),
+    "plan": (PlanBackend, PlanConfig),
     "none": (NoneBackend, NoneConfig),
 }
 REAL = [name for name in METHODS if name != "none"]
@@ -112,8 +116,9 @@ def test_a_name_like_no_other_lists_all(name: str) -> None:
 def test_unknown_and_impossible_settings_are_errors(name: str) -> None:
     with pytest.raises(ConfigError, match="has no setting 'treshold'"):
         get_cache_backend(name, {"treshold": 0.1})
-    key = {"tea_cache": "rel_l1_thresh", "mag_cache": "mag_threshold"}[name]
-    with pytest.raises(ConfigError, match=f"{key} must be at least 0"):
+    keys = {"tea_cache": "rel_l1_thresh", "mag_cache": "mag_threshold", "cache_dit": "residual_diff_threshold"}
+    key = keys.get(name, "budget")
+    with pytest.raises(ConfigError, match=f"{key} must be at least"):
         get_cache_backend(name, {key: -1})
 
 

@@ -12,25 +12,36 @@ from .selector import backend_class, backend_for_config, own_config
 if TYPE_CHECKING:
     from torch import nn
 
+    from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
     from .magcache import MagCacheBackend, MagCacheConfig
+    from .plan import PlanBackend, PlanConfig
     from .runtime.replay import ReplayReport
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
 
 @overload
-def enable(target: Any, method: Literal["tea_cache"], **settings: Any) -> TeaCacheBackend: ...
+def enable(pipe: Any, method: Literal["tea_cache"], /, **settings: Any) -> TeaCacheBackend: ...
 @overload
-def enable(target: Any, method: TeaCacheConfig, **settings: Any) -> TeaCacheBackend: ...
+def enable(pipe: Any, method: TeaCacheConfig, /, **settings: Any) -> TeaCacheBackend: ...
 @overload
-def enable(target: Any, method: Literal["mag_cache"], **settings: Any) -> MagCacheBackend: ...
+def enable(pipe: Any, method: Literal["mag_cache"], /, **settings: Any) -> MagCacheBackend: ...
 @overload
-def enable(target: Any, method: MagCacheConfig, **settings: Any) -> MagCacheBackend: ...
+def enable(pipe: Any, method: MagCacheConfig, /, **settings: Any) -> MagCacheBackend: ...
 @overload
-def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend: ...
-def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
+def enable(pipe: Any, method: Literal["cache_dit"], /, **settings: Any) -> CacheDiTBackend: ...
+@overload
+def enable(pipe: Any, method: CacheDiTConfig, /, **settings: Any) -> CacheDiTBackend: ...
+@overload
+def enable(pipe: Any, method: Literal["plan"], /, **settings: Any) -> PlanBackend: ...
+@overload
+def enable(pipe: Any, method: PlanConfig, /, **settings: Any) -> PlanBackend: ...
+@overload
+def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
+def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend:
     """Put a cache on a pipeline or a transformer and return it, enabled.
 
-    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"none"`) with its settings as keywords, or a config object.
+    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"none"`) with its settings as keywords, or a
+    config object.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)
@@ -38,7 +49,7 @@ def enable(target: Any, method: str | Config, **settings: Any) -> CacheBackend:
         backend = backend_class(method)(own_config(method, settings))
     else:
         raise ConfigError(f"A method is a name or a config, not {method!r}.")
-    backend.enable(target)
+    backend.enable(pipe)
     return backend
 
 

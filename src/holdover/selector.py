@@ -13,6 +13,8 @@ from .errors import ConfigError, did_you_mean
 BACKENDS = {
     "tea_cache": ("holdover.teacache", "TeaCacheBackend"),
     "mag_cache": ("holdover.magcache", "MagCacheBackend"),
+    "cache_dit": ("holdover.cache_dit_backend", "CacheDiTBackend"),
+    "plan": ("holdover.plan", "PlanBackend"),
     "none": ("holdover.runtime.backend", "NoneBackend"),
 }
 
@@ -61,7 +63,6 @@ def own_config(name: str, settings: Mapping[str, Any]) -> Config:
 
 def backend_for_config(config: Config) -> CacheBackend:
     """The backend whose config this is."""
-    for name in BACKENDS:
-        if isinstance(config, config_class(name)):
-            return backend_class(name)(config)
-    raise ConfigError(f"{type(config).__name__} belongs to no caching method; name the method as well.")
+    if not config.method:
+        raise ConfigError(f"{type(config).__name__} belongs to no caching method; name the method as well.")
+    return backend_class(config.method)(config)

@@ -28,6 +28,8 @@ class Support:
     ratios: tuple[str, ...]
     verified: str
     notes: str
+    cache_dit: str
+    cache_dit_refusal: str
 
     def explain(self) -> str:
         """Where the cut runs and why, in words."""
@@ -40,6 +42,7 @@ class Support:
             )
         lines.append(f"  TeaCache  signal {', '.join(self.signals)}; {_named('coefficients', self.coefficients)}")
         lines.append(f"  MagCache  {_named('ratios', self.ratios)}")
+        lines.append(f"  cache-dit {self.cache_dit or f'refused: {self.cache_dit_refusal}'}")
         if self.notes:
             lines.append(f"  declared  {self.notes}")
         lines.append(f"  verified  a held step replays a computed one with diffusers {self.verified}")
@@ -93,6 +96,8 @@ def _row(name: str) -> Support:
         ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),
         verified=_measured()["diffusers"] if measured["replays"] else "",
         notes=declared(family) if family is not None else "",
+        cache_dit=measured["cache_dit"].get("lists", ""),
+        cache_dit_refusal=measured["cache_dit"].get("refused", ""),
     )
 
 

@@ -72,19 +72,33 @@ def replay(tiny: TinyModel) -> ReplayReport | str:
         return str(error)
 
 
+def under_cache_dit(tiny: TinyModel) -> dict[str, str]:
+    """The lists cache-dit caches of one model, or why the model is refused."""
+    model, inputs = tiny.build(), tiny.inputs()
+    try:
+        with torch.no_grad(), holdover.enable(model, "cache_dit", max_warmup_steps=1) as cache:
+            for step in range(2):
+                with model.cache_context("cond", step_index=step, num_inference_steps=2):
+                    model(**inputs)
+            report = cache.engine.units[0].report
+            return {"lists": str(report.cut).removeprefix("cache-dit: ")}
+    except holdover.EnableError as error:
+        return {"refused": str(error).partition(". ")[0]}
+
+
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """One row for each class: of its plain configuration, else of its first."""
     for name in sorted(transformer_classes()):
         configurations = [key for key in MODELS if key.partition("[")[0] == name]
         best = name if name in configurations else configurations[0]
-        report = replay(MODELS[best])
+        report, cache_dit = replay(MODELS[best]), under_cache_dit(MODELS[best])
         if isinstance(report, str):
-            yield name, {"cut": report, "replay_error": None}
+            yield name, {"cut": report, "replay_error": None, "cache_dit": cache_dit}
             continue
         cut = report.cut
         parts = {} if isinstance(cut, str) else {"lists": cut.lists, "segments": len(cut.chains), "sides": cut.sides}
         streams = [] if isinstance(cut, str) else sorted({f"{c.blocks}.{c.stream}" for c in cut.chains})
-        yield name, {"cut": str(cut), **parts, "streams": streams, "replays": report.ok}
+        yield name, {"cut": str(cut), **parts, "streams": streams, "replays": report.ok, "cache_dit": cache_dit}
 
 
 def write() -> None:

@@ -158,9 +158,9 @@ def test_memory_is_released_when_a_generation_ends(flux, monkeypatch):
 
     store = Track.store
 
-    def spy(self, step, held, depth):
+    def spy(self, step, held):
         alive.append(weakref.ref(held))
-        store(self, step, held, depth)
+        store(self, step, held)
 
     monkeypatch.setattr(Track, "store", spy)
     with holdover.enable(pipe, "mag_cache", **MAG) as cache:

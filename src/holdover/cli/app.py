@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from .compare import compare
+from .generate import generate
 from .models import models
+from .serve import serve
 
 app = typer.Typer(
     name="holdover",
@@ -22,7 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+app.command()(compare)
+app.command()(generate)
 app.command()(models)
+app.command()(serve)
 
 
 def _version(asked: bool) -> None:
@@ -66,7 +72,7 @@ def info() -> None:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    packages = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+    packages = ("torch", "diffusers", "cache-dit", "transformers", "accelerate", "safetensors")
     rows = {
         "holdover": __version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",

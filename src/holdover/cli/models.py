@@ -26,7 +26,7 @@ def models(
             raise typer.Exit(2) from None
         return
     rows = supported()
-    headers = ("streams", "segments", "TeaCache signal", "coefficients", "MagCache ratios", "diffusers")
+    headers = ("streams", "segments", "TeaCache signal", "coefficients", "MagCache ratios", "cache-dit", "diffusers")
     table = Table(Column("class", overflow="fold", min_width=20), *headers)
     for row in rows:
         table.add_row(
@@ -36,10 +36,12 @@ def models(
             ", ".join(row.signals),
             _count(row.coefficients),
             _count(row.ratios),
+            "yes" if row.cache_dit else "refused",
             row.verified,
         )
     console.print(table)
-    console.print(f"{sum(bool(r.verified) for r in rows)} of {len(rows)} classes replay exactly.", highlight=False)
+    replay, cached = sum(bool(row.verified) for row in rows), sum(bool(row.cache_dit) for row in rows)
+    console.print(f"{replay} of {len(rows)} classes replay exactly; {cached} run under cache-dit.", highlight=False)
 
 
 def _count(names: tuple[str, ...]) -> str:

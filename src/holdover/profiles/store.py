@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from os import PathLike
@@ -85,12 +86,15 @@ def find(
     name: str | None = None,
     signal: str | None = None,
 ) -> MethodProfile | None:
-    """The profile of that name (or in that `.json` file), else the one that fits best, else None.
+    """The profile of that name (or in that file), else the one that fits best, else None.
 
-    `signal` leaves only profiles that were measured with that signal.
+    A file is a `.json` that `save` wrote, or the `.safetensors` of `holdover.calibrate`. `signal` leaves only profiles
+    that were measured with that signal.
     """
     if name is not None:
-        return load(name, method) if str(name).endswith(".json") else _named(method, name, transformer)
+        if name.endswith(SUFFIX):
+            return _calibrated(method, name, transformer, pipeline)
+        return load(name, method) if name.endswith(".json") else _named(method, name, transformer)
     entries = [p for p in _of_class(method, transformer) if signal is None or getattr(p, "signal", None) == signal]
     agreeing = [(count, p) for p in entries if (count := _agreement(p, transformer, pipeline)) is not None]
     if agreeing:
@@ -116,7 +120,18 @@ def _named(method: Method, name: str, transformer: nn.Module) -> MethodProfile:
     own = [profile.name for profile in _of_class(method, transformer)]
     listed = f" For {type(transformer).__name__} there are {', '.join(own)}." if own else ""
     hint = did_you_mean(name, known) or listed
-    raise ProfileError(f"There is no {method} profile {name!r}.{hint} A path to a file must end in .json.")
+    raise ProfileError(f"There is no {method} profile {name!r}.{hint} A path to a file must end in .json or {SUFFIX}.")
+
+
+def _calibrated(method: Method, path: str, transformer: nn.Module, pipeline: object) -> MethodProfile:
+    """This method's part of what `holdover.calibrate` measured; of two experts, that of the one at hand."""
+    facts = Profile.load(path).facts
+    parts: Iterable[tuple[str, MethodProfile]] = facts.tea_cache if method == "tea_cache" else facts.mag_cache
+    of_class = {name: part for name, part in parts if part.transformer_class == type(transformer).__name__}
+    own = next((part for name, part in of_class.items() if getattr(pipeline, name, None) is transformer), None)
+    if of_class:
+        return own or next(iter(of_class.values()))
+    raise ProfileError(f"{path} has nothing for {method} on {type(transformer).__name__}.")
 
 
 def _of_class(method: Method, transformer: nn.Module) -> list[MethodProfile]:

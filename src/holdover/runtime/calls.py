@@ -10,7 +10,6 @@ import torch
 
 from ..models.family import BlockSignal
 from ..policies.base import Decision
-from ..predictors.linear import Predictor
 from .passes import Passes
 from .residuals import Held
 
@@ -31,11 +30,10 @@ class Call:
     passes: Passes
     step: int
     track: Track
-    predictor: Predictor
 
     def held(self) -> Held:
         """What the blocks would add at this step, predicted from what was computed before."""
-        return self.track.predicted(self.step, self.predictor)
+        return self.track.predicted(self.step)
 
 
 @dataclass(slots=True)

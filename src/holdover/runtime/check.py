@@ -11,7 +11,6 @@ from ..errors import EnableError, UnsupportedModelError
 from ..models.arguments import structure
 from ..policies.base import PolicyState
 from ..policies.static import ASKED, AlwaysCompute
-from ..predictors.linear import Hold
 from .adopt import Adoptions
 from .calls import Call
 from .extracted import seam_of
@@ -35,7 +34,7 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
         unit.install(adoptions, lambda unit, plain, args, kwargs: plain(*args, **kwargs))
         with torch.no_grad():
             seam_of(unit).run(
-                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, STANDARD, 0, track, Hold())
+                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, STANDARD, 0, track)
             )
     except UnsupportedModelError as error:
         if isinstance(error.report, ReplayReport):

@@ -29,16 +29,36 @@ class Hint:
 
 
 NO_HINT = Hint()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One step of the scheduler: the latent and the output it was given, and what it returned."""
+
+    step: int
+    sample: Any
+    output: Any
+    result: Any
+
+
 _ROUNDING = 0.01  # a timestep cast to bfloat16 is off by up to 0.4 %
 
 
 class SchedulerClock:
     """Reads the step off a pipeline's scheduler, whichever scheduler the pipeline has at the moment."""
 
-    def __init__(self, pipeline: Any, adoptions: Adoptions, started: Callable[[], None], finished: Callable[[], None]):
+    def __init__(
+        self,
+        pipeline: Any,
+        adoptions: Adoptions,
+        started: Callable[[], None],
+        followed: Callable[[Stepped], None],
+        finished: Callable[[], None],
+    ) -> None:
         self._pipeline = pipeline
         self._adoptions = adoptions
         self._started = started
+        self._followed = followed
         self._finished = finished
         self._scheduler: Any = None
         self._next: int | None = None
@@ -70,13 +90,13 @@ class SchedulerClock:
 
         methods: dict[str, Callable[..., Any]] = {"set_timesteps": set_timesteps}
         if hasattr(base, "step"):
-            position = list(inspect.signature(base.step).parameters).index("timestep") - 1
+            names = list(inspect.signature(base.step).parameters)[1:]
 
             @functools.wraps(base.step)
             def step(this: Any, *args: Any, **kwargs: Any) -> Any:
                 result = base.step(this, *args, **kwargs)
                 if this is self._scheduler and self.running:
-                    self._stepped(kwargs["timestep"] if "timestep" in kwargs else args[position])
+                    self._stepped(dict(zip(names, args, strict=False)) | kwargs, result)
                 return result
 
             methods["step"] = step
@@ -88,10 +108,11 @@ class SchedulerClock:
         self.running = True
         self._started()
 
-    def _stepped(self, timestep: Any) -> None:
+    def _stepped(self, given: dict[str, Any], result: Any) -> None:
         """The scheduler has finished a step: its own index, or the timestep it was given, says which is next."""
         index = self._position()
-        self._next = index if index is not None else self._index_of(timestep) + 1
+        self._next = index if index is not None else self._index_of(given["timestep"]) + 1
+        self._followed(Stepped(self._next - 1, given.get("sample"), given.get("model_output"), result))
         if self._next >= len(self._scheduler.timesteps):
             self.running = False
             self._finished()
@@ -155,7 +176,7 @@ class TimestepClock:
     def __init__(self, started: Callable[[], None], runs_up: bool = False) -> None:
         self._started = started
         self._direction = 1.0 if runs_up else 0.0  # 0: not yet known
-        self._values: list[float] = []
+        self._values: list[float | None] = []
         self._hinted: int | None = None
 
     def restart(self) -> None:
@@ -178,8 +199,11 @@ class TimestepClock:
             self._values.append(value)
         return len(self._values) - 1
 
-    def _jumped_back(self, value: float) -> bool:
-        move = value - self._values[-1]
+    def _jumped_back(self, value: float | None) -> bool:
+        before = self._values[-1]
+        if value is None or before is None:
+            return value is not before  # a pass without a timestep is no step of the loop it stands beside
+        move = value - before
         if move == 0:
             return False
         if self._direction == 0:
@@ -196,8 +220,8 @@ def noisiest(timestep: Any, runs_up: bool = False) -> float | None:
     return float(timestep) if isinstance(timestep, (int, float)) else None
 
 
-def _mean(timestep: Any) -> float:
+def _mean(timestep: Any) -> float | None:
     """A timestep argument as one number that moves with the step, also where some tokens are always clean."""
     if isinstance(timestep, torch.Tensor) and timestep.numel():
         return float(timestep.double().mean())
-    return float(timestep) if isinstance(timestep, (int, float)) else 0.0
+    return float(timestep) if isinstance(timestep, (int, float)) else None

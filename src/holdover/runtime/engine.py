@@ -18,7 +18,7 @@ from ..policies.static import ASKED
 from ..stats import Ledger, Stats, StepRecord
 from .adopt import Adoptions
 from .calls import Crossing, Outcome
-from .clock import SchedulerClock, TimestepClock
+from .clock import SchedulerClock, Stepped, TimestepClock
 from .generation import Generation, Track
 from .method import Method
 from .stopwatch import Stopwatch
@@ -40,7 +40,7 @@ class Engine:
         self._methods = [method]
         self._crossings: dict[tuple[Unit, type[Method]], Crossing] = {}
         self._adoptions = Adoptions()
-        self._clock = SchedulerClock(pipeline, self._adoptions, self._start, self._finish)
+        self._clock = SchedulerClock(pipeline, self._adoptions, self._start, self._followed, self._finish)
         self._bare = TimestepClock(self._start, any(u.family.time_runs_up for u in self.units))
         self._ledger = Ledger(method.name)
         self._declared: int | None = None
@@ -100,7 +100,13 @@ class Engine:
     def _start(self) -> None:
         self._finish()
         self._generation = Generation(self._methods[-1])
+        self._generation.method.started()
         self._ledger.open(self._generation.stats)
+
+    def _followed(self, stepped: Stepped) -> None:
+        """The scheduler has made a step."""
+        if self._generation.method.follows:
+            self._generation.method.stepped(stepped)
 
     def _finish(self) -> None:
         """The generation is over, complete or not: let go of everything."""

@@ -10,7 +10,7 @@ import torch
 
 from ..grid import Grid
 from ..policies.base import Policy
-from ..predictors.linear import Predictor
+from ..predictors.linear import Hold, Predictor
 from ..stats import GenerationStats, StepRecord
 from .branches import Branches
 from .method import Method
@@ -25,6 +25,7 @@ class Track:
 
     policy: Policy
     state: Any
+    predictor: Predictor = field(default_factory=Hold)
     fits: Any = None
     signal: torch.Tensor | None = None
     seen: int | None = None
@@ -51,18 +52,19 @@ class Track:
         self.state = self.policy.start()
         self.state.anchor = step
 
-    def store(self, step: int, held: Held, depth: int) -> None:
+    def store(self, step: int, held: Held) -> None:
         """Remember a computed step, and no more steps than the predictor needs."""
         self.anchors.append(step)
         self.residuals.append(held)
+        depth = self.predictor.depth
         del self.anchors[:-depth], self.residuals[:-depth]
 
-    def predicted(self, step: int, predictor: Predictor) -> Held:
+    def predicted(self, step: int) -> Held:
         """What the blocks would add at a held step."""
         if not self.residuals:
             raise RuntimeError("The policy holds a step before any was computed.")
         *others, last = self.residuals
-        held: Held = last.weighted(others, predictor.weights(step, self.anchors))
+        held: Held = last.weighted(others, self.predictor.weights(step, self.anchors))
         return held
 
     @property
@@ -110,8 +112,9 @@ class Generation:
         """One branch of one transformer."""
         track = self._tracks.get((unit, branch))
         if track is None:
-            policy = self.method.policy(unit, branch, self._grids[unit])
-            track = self._tracks[unit, branch] = Track(policy, policy.start())
+            grid = self._grids[unit]
+            policy, predictor = self.method.policy(unit, branch, grid), self.method.predictor(unit, branch, grid)
+            track = self._tracks[unit, branch] = Track(policy, policy.start(), predictor)
         return track
 
     def note(self, record: StepRecord, unit: Unit) -> None:

@@ -15,6 +15,7 @@ from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
 from ..predictors.linear import Hold, Predictor
 from .calls import Crossing
+from .clock import Stepped
 from .extracted import seam_of
 from .passes import Passes
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 STANDARD = Passes()
+HOLD = Hold()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Method(ABC):
     name: str
     holds = True
     observes = False
-    predictor: Predictor = Hold()
+    follows = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -69,12 +71,22 @@ class Method(ABC):
     def policy(self, unit: Unit, branch: str, grid: Grid) -> Policy:
         """The policy of one branch for one generation."""
 
+    def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
+        """What a held step of one branch is made of, for one generation."""
+        return HOLD
+
     def signal(self, unit: Unit) -> Signal | None:
         """The signal the policy needs, if it needs one."""
         return None
 
+    def started(self) -> None:
+        """A generation begins."""
+
     def observe(self, computed: Computed) -> None:
         """Called after each computed forward when `observes` is true."""
+
+    def stepped(self, stepped: Stepped) -> None:
+        """Called after each step of the scheduler when `follows` is true."""
 
     def finished(self) -> None:
         """A generation has ended."""

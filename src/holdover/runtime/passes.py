@@ -15,6 +15,7 @@ from ..models.arguments import named, pick
 from ..models.cut import BlockCall, Cut
 from ..models.trace import Trace
 from .residuals import Held, Residuals
+from .standin import BlockByBlock
 
 
 class DivergedError(Exception):
@@ -22,18 +23,18 @@ class DivergedError(Exception):
 
 
 class Pass(Protocol):
-    """Answers the block calls of one forward."""
+    """Answers the loops of one forward over its blocks."""
 
     def covers(self, blocks: str) -> bool:
         """Whether calls of this list come here."""
         ...
 
-    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer one block call."""
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
+        """What the model's loop over this list gets."""
         ...
 
 
-class TracePass:
+class TracePass(BlockByBlock):
     """Runs every block and watches how the streams are connected."""
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class TracePass:
         return self.trace.run(blocks, index, block, args, kwargs)
 
 
-class _AlongCut:
+class _AlongCut(BlockByBlock):
     """Follows the cut call by call."""
 
     def __init__(self, cut: Cut, begin: int) -> None:

@@ -20,8 +20,8 @@ from .adopt import Adoptions
 from .clock import NO_HINT, Hint
 from .passes import Pass
 from .replay import ReplayReport
+from .standin import untraced
 
-untraced: Any = torch.compiler.disable
 Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -104,7 +104,7 @@ class Unit:
             running = self.running
             if running is None or not running.covers(name):
                 return iterate(this)
-            return iter([BlockStandIn(running, name, i, block) for i, block in enumerate(iterate(this))])
+            return iter(running.items(name, list(iterate(this))))
 
         def getitem(this: nn.ModuleList, index: Any) -> Any:
             if not isinstance(index, slice):
@@ -122,25 +122,3 @@ class Unit:
             return plain(*args, **kwargs)
         finally:
             self.running = outer
-
-
-class BlockStandIn:
-    """What a model's loop gets in place of a block: called, it asks the pass; otherwise it is the block."""
-
-    __slots__ = ("_block", "_blocks", "_index", "_running")
-
-    def __init__(self, running: Pass, blocks: str, index: int, block: nn.Module) -> None:
-        self._running, self._blocks, self._index, self._block = running, blocks, index, block
-
-    @untraced(recursive=False)  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.call(self._blocks, self._index, self._block, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in BlockStandIn.__slots__:
-            raise AttributeError(name)
-        return getattr(self._block, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._block)

@@ -46,8 +46,8 @@ class Visit:
     def call(self, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The forward, with the questions the seam may ask about it."""
         at_head = self._signal.of_block if self._signal is not None and self._planned is None else None
-        passes, predictor = self._method.passes(self._unit), self._method.predictor
-        return Call(plain, args, kwargs, self._kind, at_head, self.decide, passes, self._step, self.track, predictor)
+        passes = self._method.passes(self._unit)
+        return Call(plain, args, kwargs, self._kind, at_head, self.decide, passes, self._step, self.track)
 
     def decide(self, read: torch.Tensor | None) -> Decision:
         """Ask the policy, once the signal is there if it needs one."""
@@ -72,7 +72,7 @@ class Visit:
         if outcome.decision is OTHER_PATH:
             track.restart(self._step)
         if outcome.held is not None:
-            track.store(self._step, outcome.held, self._method.predictor.depth)
+            track.store(self._step, outcome.held)
             generation.stats.peak_bytes = max(generation.stats.peak_bytes, generation.nbytes)
             if self._method.observes:
                 main = outcome.held.main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,12 +33,19 @@ def _applied(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
 
 def expert_range(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
     """Wan 2.2: `transformer` handles the steps at or above the boundary, `transformer_2` those below it."""
-    boundary = None if pipeline is None else pipeline.config.get("boundary_ratio")
+    boundary = _boundary(pipeline)
     if boundary is None or not grid.noise:
         return grid
     low = _bare(transformer) is _bare(getattr(pipeline, "transformer_2", None))
     steps = [i for i in range(grid.first, grid.last + 1) if (grid.noise[i] < boundary) == low]
     return grid.between(steps[0], steps[-1]) if steps else grid
+
+
+def _boundary(pipeline: Any) -> float | None:
+    """The boundary the pipeline itself uses: of its config, or its own where it has no config."""
+    config: Any = getattr(pipeline, "config", None)
+    found: float | None = config.get("boundary_ratio") if isinstance(config, Mapping) else None
+    return found if found is not None or pipeline is None else vars(pipeline).get("boundary_ratio")
 
 
 def _bare(module: object) -> object:

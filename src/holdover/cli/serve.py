@@ -1,0 +1,67 @@
+"""`holdover serve`: every setting of the server is a flag of the same name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import typing
+from typing import Annotated, Any
+
+import typer
+
+from ..config import allowed_values
+from ..errors import ConfigError, HoldoverError
+from ..serve.settings import API_KEYS, Settings
+
+
+def serve(**flags: Any) -> None:
+    """Checks the flags before anything is loaded, then serves until it is told to stop."""
+    try:
+        settings = Settings(**flags)
+        values = settings.cache_settings
+        _check_installed()
+        from ..serve.choice import choice
+        from ..serve.launch import serve as serve_until_stopped
+
+        choice(settings.cache_backend, values)
+    except ConfigError as error:
+        raise _end(error, 2) from None
+    try:
+        serve_until_stopped(settings)
+    except HoldoverError as error:
+        raise _end(error, 1) from None
+
+
+def _end(error: Exception, code: int) -> typer.Exit:
+    typer.echo(f"Error: {error}", err=True)
+    return typer.Exit(code)
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[server]'.")
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    allowed = allowed_values(field)
+    text = f"{field.metadata['doc']} ({allowed})" if allowed else field.metadata["doc"]
+    text = text[0].upper() + text[1:] + "."
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    kind = list[str] if isinstance(field.default, tuple) else hint
+    flag = typer.Argument(help=text) if field.name == "model" else typer.Option(help=text)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, flag]
+    )
+
+
+_HINTS = typing.get_type_hints(Settings)
+_PARAMETERS = [_parameter(field, _HINTS[field.name]) for field in Settings.settings()]
+
+serve.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
+serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}
+serve.__doc__ = f"""Serve a model over HTTP, in the shape of OpenAI's image API, with a page at /.
+
+Clients must send a key where {API_KEYS} names some, apart by commas.
+"""

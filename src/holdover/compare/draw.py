@@ -1,0 +1,109 @@
+"""Draw all pictures of a comparison with a pipeline as it stands, and time them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, did_you_mean
+from .spec import Comparison
+
+AfterBatch = Callable[[int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """All pictures on the CPU, and the seconds each took."""
+
+    output: torch.Tensor
+    seconds: tuple[float, ...]
+
+
+class _WarmError(Exception):
+    """Ends a generation that only warms up."""
+
+
+def draw(pipe: Any, spec: Comparison, steps: int, after_batch: AfterBatch) -> Drawn:
+    """Every prompt with every seed; a picture's noise depends on its seed alone, not on the batch it is in."""
+    outputs, seconds, done = [], [], 0
+    for images in _batches(spec):
+        synchronise(pipe)
+        begin = time.perf_counter()
+        outputs.append(_batch(pipe, spec, steps, images))
+        synchronise(pipe)
+        seconds += [(time.perf_counter() - begin) / len(images)] * len(images)
+        outputs[-1] = outputs[-1].cpu()
+        done += len(images)
+        after_batch(done)
+    return Drawn(torch.cat(outputs), tuple(seconds))
+
+
+def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> None:
+    """The first steps of the first batch, on the grid of a full generation; or all of them.
+
+    What counts its own steps, as caches of others do, must see a generation to its end.
+    """
+    first = spec.images[: spec.batch_size]
+    if not spec.warmup:
+        return
+    if whole or spec.warmup >= steps:
+        _batch(pipe, spec, steps, first)
+    elif "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
+        _batch(pipe, spec, spec.warmup, first)
+    else:
+        with contextlib.suppress(_WarmError):
+            _batch(pipe, spec, steps, first, callback_on_step_end=_stop_after(spec.warmup))
+
+
+def _stop_after(count: int) -> Callable[..., dict[str, Any]]:
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step + 1 >= count:
+            raise _WarmError
+        return tensors
+
+    return stop
+
+
+def check_arguments(pipe: Any, spec: Comparison) -> None:
+    """Refuse an argument that the pipeline does not have, and name the nearest."""
+    known = inspect.signature(pipe.__call__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    asked = [*dict(spec.arguments), *([] if spec.guidance is None else ["guidance_scale"])]
+    for name in ("prompt", "generator", "num_inference_steps", "output_type", *asked):
+        if name not in known:
+            raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
+
+
+def synchronise(pipe: Any) -> None:
+    """Wait for the device, so that the clock sees its work."""
+    device = torch.device(pipe.device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def _batch(pipe: Any, spec: Comparison, steps: int, images: tuple[tuple[str, int], ...], **more: Any) -> torch.Tensor:
+    generators = [torch.Generator().manual_seed(seed) for _, seed in images]
+    call = more | dict(spec.arguments) | ({} if spec.guidance is None else {"guidance_scale": spec.guidance})
+    output = pipe(
+        prompt=[prompt for prompt, _ in images],
+        generator=generators,
+        num_inference_steps=steps,
+        output_type=spec.output,
+        return_dict=False,
+        **call,
+    )[0]
+    return output if isinstance(output, torch.Tensor) else torch.stack(list(output))
+
+
+def _batches(spec: Comparison) -> Iterator[tuple[tuple[str, int], ...]]:
+    images = iter(spec.images)
+    while batch := tuple(islice(images, spec.batch_size)):
+        yield batch

@@ -1,0 +1,7 @@
+"""One self-contained HTML file from a comparison: pictures, frontier, strips, table. Fetches nothing."""
+
+from __future__ import annotations
+
+from .write import write_report
+
+__all__ = ["write_report"]

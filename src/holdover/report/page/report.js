@@ -1,0 +1,33 @@
+"use strict";
+const pictures = document.getElementById("pictures");
+for (const choice of document.querySelectorAll("input[name=show]"))
+  choice.addEventListener("change", () => pictures.classList.toggle("differences", choice.value === "differences"));
+
+for (const tile of document.querySelectorAll("button.tile"))
+  tile.addEventListener("click", () => tile.setAttribute("aria-pressed", tile.getAttribute("aria-pressed") !== "true"));
+
+// On a phone the rows scroll sideways, all of them together: one column stays one prompt.
+const rows = [...document.querySelectorAll(".tiles")];
+for (const row of rows)
+  row.addEventListener("scroll", () => {
+    for (const other of rows)
+      if (Math.abs(other.scrollLeft - row.scrollLeft) > 1) other.scrollLeft = row.scrollLeft;
+  }, { passive: true });
+
+const body = document.querySelector("tbody");
+const heads = [...document.querySelectorAll("thead th")];
+const key = (row, column) => {
+  const text = row.children[Math.min(column, row.children.length - 1)].dataset.key;
+  return column === 0 ? text : Number(text);
+};
+const compare = (a, b) => {
+  if (typeof a === "string") return a.localeCompare(b, "en", { numeric: true });
+  if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
+  return a === b ? 0 : a - b;
+};
+heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+  const order = head.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+  for (const other of heads) other.setAttribute("aria-sort", other === head ? order : "none");
+  const sign = order === "ascending" ? 1 : -1;
+  body.append(...[...body.rows].sort((a, b) => sign * compare(key(a, column), key(b, column))));
+}));

@@ -1,0 +1,154 @@
+"""Speed against quality as SVG, in the colours of the page it stands in."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..compare import Results, Row
+from .colours import colours, series_of
+
+_INK, _FAINT = "#010203", "#040506"
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "text.color": _INK,
+    "grid.color": _FAINT,
+    "grid.alpha": 0.22,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate in the plane: how much faster, how near, and how near at worst."""
+
+    label: str
+    series: str
+    kind: str
+    speed: float
+    mean: float
+    worst: float
+
+
+def points(results: Results) -> list[Point]:
+    """The candidates that have a place; equal pictures stand a little above the best of the others."""
+    rows = [row for row in results.rows if row.error is None]
+    finite = [row.summary("psnr").mean for row in rows if math.isfinite(row.summary("psnr").mean)]
+    top = max(finite, default=50.0) + 5
+    return [_point(results, row, top) for row in rows]
+
+
+def _point(results: Results, row: Row, top: float) -> Point:
+    psnr = row.summary("psnr")
+    short = str(row.steps) if row.kind in ("fewer_steps", "second_order") else row.label
+    return Point(short, series_of(row), row.kind, results.speedup(row), min(psnr.mean, top), min(psnr.worst, top))
+
+
+def frontier(found: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in both speed and mean PSNR, from slow to fast."""
+    best: list[Point] = []
+    for point in sorted(found, key=lambda p: (-p.speed, -p.mean)):
+        if not best or point.mean > best[-1].mean:
+            best.append(point)
+    return best[::-1]
+
+
+def plot(results: Results, width: float, height: float, salt: str) -> str:
+    """The plane of speed and PSNR as an SVG element; `salt` keeps its ids apart from another plot's."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    found, palette = points(results), colours(results)
+    marks = {name: f"#0a0b{index:02x}" for index, name in enumerate(palette)}
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.grid(True)
+        axes.set_axisbelow(True)
+        axes.set(xlabel="times faster than uncached", ylabel="PSNR to uncached, dB (line: down to the worst)")
+        _draw(axes, found, marks)
+        _name(figure, axes, found, marks)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _in_page_colours(buffer.getvalue(), {marks[name]: palette[name] for name in palette})
+
+
+def _draw(axes: Any, found: Sequence[Point], marks: dict[str, str]) -> None:
+    best = frontier(found)
+    axes.plot([p.speed for p in best], [p.mean for p in best], color=_INK, lw=7, alpha=0.09, solid_capstyle="round")
+    for kind, style in (("fewer_steps", (0, (1, 2))), ("second_order", (0, (5, 3)))):
+        line = sorted((p for p in found if p.kind == kind), key=lambda p: p.speed)
+        if line:
+            axes.plot([p.speed for p in line], [p.mean for p in line], color=marks[kind], lw=1.3, ls=style)
+    for p in found:
+        cached = p.kind not in ("fewer_steps", "second_order")
+        if cached:
+            axes.plot([p.speed, p.speed], [p.worst, p.mean], color=marks[p.series], lw=1.6, alpha=0.5)
+        shape, area = ("o", 9) if cached else ("D" if p.kind == "second_order" else "s", 5)
+        axes.plot([p.speed], [p.mean], shape, color=marks[p.series], ms=area, mew=0)
+    axes.margins(x=0.12, y=0.08)
+
+
+def _name(figure: Any, axes: Any, found: Sequence[Point], marks: dict[str, str]) -> None:
+    """Write each name beside its point, and move it up or down until it covers no other."""
+    figure.canvas.draw()
+    taken = [_around(axes, point) for point in found]
+    for p in sorted(found, key=lambda p: (p.kind in ("fewer_steps", "second_order"), -p.mean)):
+        cached = p.kind not in ("fewer_steps", "second_order")
+        text = axes.annotate(
+            p.label,
+            (p.speed, p.mean),
+            xytext=(8, 4),
+            textcoords="offset points",
+            color=marks[p.series],
+            weight="bold" if cached else "normal",
+            size=10 if cached else 8,
+        )
+        _settle(axes, text, taken)
+
+
+def _around(axes: Any, point: Point) -> Any:
+    """The box of a point's mark."""
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform((point.speed, point.mean))
+    return Bbox([[x - 5, y - 5], [x + 5, y + 5]])
+
+
+def _settle(axes: Any, text: Any, taken: list[Any]) -> None:
+    right = axes.get_window_extent().x1
+    sides = ((8, "left"), (-8, "right"))
+    for lift in (4, -11, 14, -21, 24, -31):
+        for offset, side in sides:
+            text.set_position((offset, lift))
+            text.set_horizontalalignment(side)
+            box = text.get_window_extent()
+            if box.x1 <= right and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                return
+    taken.append(text.get_window_extent())
+
+
+def _in_page_colours(svg: str, palette: dict[str, str]) -> str:
+    """The element alone, with stand-in colours replaced by the page's, its font, and no fixed size."""
+    svg = svg[svg.index("<svg") :]
+    for stand_in, name in (palette | {_FAINT: "faint"}).items():
+        svg = svg.replace(stand_in, f"var(--{name})")
+    svg = svg.replace(_INK, "currentColor")
+    svg = re.sub(r"font: ((?:bold |700 )?)([\d.]+px)[^;\"]*", r"font: \g<1>\2 var(--font)", svg)
+    return re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"([^>]*?) (?:width|height)="[^"]*"', r"\1\2", svg, count=1)

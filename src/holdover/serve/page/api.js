@@ -1,0 +1,58 @@
+// Talking to the server. Knows nothing of the page.
+
+export class Refused extends Error {
+  constructor(status, error) {
+    super(error?.message ?? `The server answered ${status}.`);
+    this.status = status;
+    this.param = error?.param ?? null;
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem("holdover-key") ?? "",
+  set: (value) => sessionStorage.setItem("holdover-key", value),
+};
+
+async function ask(path, options = {}) {
+  const headers = { "content-type": "application/json" };
+  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  const response = await fetch(path, { ...options, headers });
+  if (!response.ok) {
+    const body = await response.json().catch(() => ({}));
+    throw new Refused(response.status, body.error);
+  }
+  return response;
+}
+
+export const get = async (path) => (await ask(path)).json();
+
+export const compare = async (a, b) =>
+  (await ask("/v1/images/compare", { method: "POST", body: JSON.stringify({ a, b }) })).json();
+
+/** Draw one picture; `onPartial` gets each unfinished one. Resolves to the finished one. */
+export async function draw(request, signal, onPartial) {
+  const body = JSON.stringify({ ...request, stream: true });
+  const response = await ask("/v1/images/generations", { method: "POST", body, signal });
+  for await (const event of events(response.body)) {
+    if (event.error) throw new Refused(400, event.error);
+    if (event.type === "image_generation.completed") return event;
+    onPartial(event);
+  }
+  throw new Refused(0, { message: "The stream ended before the picture was finished." });
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const parts = text.split("\n\n");
+    text = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n");
+      if (data) yield JSON.parse(data);
+    }
+  }
+}

@@ -1,0 +1,546 @@
+"""The cache-dit backend: its schedule for any number of steps, its branches, its limits, its coming and going."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+
+import cache_dit
+import pytest
+import torch
+from cache_dit.caching import BlockAdapterRegister
+
+import holdover
+from holdover.base import DiffusionCacheConfig
+from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
+from holdover.cache_dit_backend.contexts import Restart
+from holdover.cache_dit_backend.library import quiet, steps_mask
+from holdover.models.arguments import tensors_in
+from holdover.stats import Stats
+from snapshots import denoiser, differences, snapshot
+from tiny.models import MODELS, with_timestep
+from tiny.pipelines import PIPELINES, run
+
+MUCH = {"residual_diff_threshold": 1.0, "max_warmup_steps": 1, "max_continuous_cached_steps": 2}
+STATIC = {"scm_steps_mask_policy": "fast", "scm_steps_policy": "static"}
+FLUX = "FluxTransformer2DModel"
+
+
+def first(output):
+    return next(tensors_in(output))
+
+
+def masked(steps: int) -> str:
+    return "".join("hC"[m] for m in cache_dit.steps_mask(mask_policy="fast", total_steps=steps))
+
+
+def loop(model, steps: int = 8, **of) -> list[torch.Tensor]:
+    """A denoising loop of a bare transformer; the latent moves a little."""
+    tiny = MODELS[type(model).__name__]
+    inputs = tiny.inputs(**of)
+    with torch.no_grad():
+        return [
+            first(
+                model(
+                    **with_timestep(tiny, {**inputs, tiny.latent: inputs[tiny.latent] * (1 - 0.02 * i)}, 1 - i / steps)
+                )
+            )
+            for i in range(steps)
+        ]
+
+
+# Nothing held
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "QwenImagePipeline", "WanPipeline", "WanPipeline[2.2]", "SanaPipeline"]
+)
+@pytest.mark.parametrize("blocks", [(1, 0), (1, 1), (2, 1)])
+def test_threshold_zero_is_the_plain_pipeline(name: str, blocks: tuple[int, int]) -> None:
+    tiny = PIPELINES[name]
+    pipe = tiny.build()
+    plain = run(pipe, **tiny.call(steps=6))
+    first_blocks, last_blocks = blocks
+    settings = {"Fn_compute_blocks": first_blocks, "Bn_compute_blocks": last_blocks, "max_warmup_steps": 1}
+    with holdover.enable(pipe, "cache_dit", residual_diff_threshold=0.0, **settings) as cache:
+        assert torch.equal(run(pipe, **tiny.call(steps=6)), plain)
+        assert cache.stats().held == 0
+        reasons = {visit.reason for visit in cache.stats().last.visits}
+    assert "threshold is 0" in reasons
+
+
+# The schedule
+
+
+def test_each_request_has_the_mask_of_its_own_number_of_steps() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **STATIC) as cache:
+        for steps in (12, 12, 28, 8, 12, 50):
+            run(pipe, **tiny.call(steps=steps))
+            assert cache.stats().last.trace("cond") == masked(steps)
+
+
+def test_refresh_tells_a_bare_transformer_the_number_of_steps() -> None:
+    model = MODELS[FLUX].build()
+    with holdover.enable(model, "cache_dit", **STATIC) as cache:
+        for steps in (8, 12, 8):
+            cache.refresh(model, steps)
+            loop(model, steps)
+            assert cache.stats().last.trace("1") == masked(steps)
+
+
+def test_a_mask_needs_a_number_of_steps() -> None:
+    model = MODELS[FLUX].build()
+    with holdover.enable(model, "cache_dit", **STATIC):
+        with pytest.raises(holdover.ConfigError, match="nobody has said it"):
+            loop(model)
+    with holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=8) as cache:
+        loop(model)
+        assert cache.stats().last.trace("1") == masked(8)
+
+
+def test_step_counts_without_a_mask_are_refused_before_anything_is_done() -> None:
+    model = MODELS[FLUX].build()
+    before = snapshot(model)
+    with pytest.raises(holdover.ConfigError, match="no mask for the 7 steps"):
+        holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=7)
+    assert differences(before, snapshot(model)) == []
+    with holdover.enable(model, "cache_dit", **STATIC) as cache:
+        with pytest.raises(holdover.ConfigError, match="4, 6 and from 8 on"):
+            cache.refresh(model, 5)
+    pipe = PIPELINES["FluxPipeline"].build()
+    with holdover.enable(pipe, "cache_dit", **STATIC):
+        with pytest.raises(holdover.ConfigError, match="no mask for the 3 steps"):
+            run(pipe, **PIPELINES["FluxPipeline"].call(steps=3))
+
+
+@pytest.mark.parametrize("policy", ["slow", "medium", "fast", "ultra"])
+def test_masks_have_exactly_the_steps_asked_for(policy: str) -> None:
+    for steps in (4, 6, *range(8, 101)):
+        mask = steps_mask(policy, steps)
+        assert len(mask) == steps
+        assert mask[0] == mask[-1] == 1
+
+
+def test_fewer_blocks_than_are_always_run() -> None:
+    model = MODELS[FLUX].build()
+    before = snapshot(model)
+    with pytest.raises(holdover.ConfigError, match=r"transformer_blocks has 6 blocks.*not 4 \+ 3"):
+        holdover.enable(model, "cache_dit", Fn_compute_blocks=4, Bn_compute_blocks=3)
+    assert differences(before, snapshot(model)) == []
+    with holdover.enable(model, "cache_dit", **MUCH, Fn_compute_blocks=4, Bn_compute_blocks=2) as cache:
+        plain = loop(MODELS[FLUX].build())
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(loop(model), plain, strict=True))
+        assert cache.stats().held == 5
+        with pytest.raises(holdover.ConfigError, match="at most that"), cache.using(Fn_compute_blocks=7):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "trace"),
+    [
+        ({}, "CChhhChh"),
+        ({"max_continuous_cached_steps": 1}, "CChChChC"),
+        ({"max_continuous_cached_steps": -1}, "CChhhhhh"),
+        ({"max_cached_steps": 2}, "CChhCCCC"),
+        ({"max_warmup_steps": 5}, "CCCCChhh"),
+        ({"max_warmup_steps": 0}, "ChhhChhh"),
+        ({"residual_diff_threshold": 1e-6}, "CCCCCCCC"),
+        ({"force_refresh_step_hint": 3}, "CChCChhh"),
+        ({"force_refresh_step_hint": 3, "force_refresh_step_policy": "repeat"}, "CChCChCC"),
+        ({"force_refresh_step_hint": 0, "force_refresh_step_policy": "repeat"}, "CChhhChh"),
+    ],
+)
+def test_every_setting_reaches_the_schedule(settings: dict, trace: str) -> None:
+    model = MODELS[FLUX].build()
+    with holdover.enable(
+        model, "cache_dit", **{"residual_diff_threshold": 1.0, "max_warmup_steps": 2, **settings}
+    ) as cache:
+        loop(model)
+        assert cache.stats().last.trace("1") == trace
+
+
+def test_where_everything_begins_anew() -> None:
+    assert [Restart(None, False).origin(step) for step in range(5)] == [0] * 5
+    assert [Restart(2, False).origin(step) for step in range(5)] == [0, 0, 2, 2, 2]
+    assert [Restart(2, True).origin(step) for step in range(5)] == [0, 0, 2, 2, 4]
+
+
+def test_taylorseer_extrapolates_over_steps_a_branch_was_not_run_at() -> None:
+    """A guidance interval leaves steps out; the extrapolation is to the step that runs, not to the next in line."""
+    tiny = MODELS[FLUX]
+    inputs = tiny.inputs()
+    settings = {"residual_diff_threshold": 1.0, "max_warmup_steps": 3, "enable_taylorseer": True}
+
+    def outputs(steps) -> dict[int, torch.Tensor]:
+        model = tiny.build()
+        with torch.no_grad(), holdover.enable(model, "cache_dit", **settings, max_continuous_cached_steps=-1):
+            found = {}
+            for step in steps:
+                moved = {**inputs, tiny.latent: inputs[tiny.latent] * (1 - 0.05 * step)}
+                with model.cache_context("cond", step_index=step):
+                    found[step] = first(model(**with_timestep(tiny, moved, 1 - step / 8)))
+            return found
+
+    whole, interrupted = outputs(range(7)), outputs([0, 1, 2, 6])
+    assert torch.equal(whole[6], interrupted[6])
+
+
+# Branches
+
+
+def test_branches_never_share_a_context() -> None:
+    tiny = MODELS[FLUX]
+    words = [tiny.inputs(seed=seed) for seed in range(3)]
+    model = tiny.build()
+    copies = [copy.deepcopy(model) for _ in words]
+
+    def guided(models) -> torch.Tensor:
+        latent = words[0]["hidden_states"]
+        for i in range(10):
+            outputs = [
+                first(each(**with_timestep(tiny, {**inputs, "hidden_states": latent}, 1 - i / 10)))
+                for each, inputs in zip(models, words, strict=True)
+            ]
+            latent = latent - sum((-1) ** j * (2 - j) * output for j, output in enumerate(outputs)) / 10
+        return latent
+
+    settings = {"residual_diff_threshold": 0.7, "max_warmup_steps": 1, "enable_taylorseer": True}
+    with torch.no_grad():
+        caches = [holdover.enable(each, "cache_dit", **settings) for each in copies]
+        apart = guided(copies)
+        assert all(cache.stats().held for cache in caches)
+        with holdover.enable(model, "cache_dit", **settings) as cache:
+            together = guided([model] * 3)
+            assert len(cache.stats().last.branches) == 3
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_with_and_without_guidance(guidance: bool) -> None:
+    tiny = PIPELINES["QwenImagePipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
+        run(pipe, **tiny.call(steps=9, guidance=guidance))
+        generation = cache.stats().last
+    assert len(generation.branches) == 1 + guidance
+    assert {generation.trace(branch) for branch in generation.branches} == {"ChhChhChh"}
+
+
+def test_a_branch_that_comes_late_is_computed_first() -> None:
+    """Also where a mask would order it held: there is nothing to hold."""
+    tiny = MODELS[FLUX]
+    model = tiny.build()
+    with torch.no_grad(), holdover.enable(model, "cache_dit", **STATIC) as cache:
+        for step in range(12):
+            for name in ("cond", "uncond") if step >= 3 else ("cond",):
+                with model.cache_context(name, step_index=step, num_inference_steps=12):
+                    model(**with_timestep(tiny, tiny.inputs(seed=len(name)), 1 - step / 12))
+        generation = cache.stats().last
+    assert generation.trace("cond") == masked(12)
+    assert masked(12)[3] == "h"
+    assert generation.trace("uncond") == "C" + masked(12)[4:]
+
+
+@pytest.mark.parametrize("settings", [MUCH, STATIC])
+def test_another_batch_during_a_run_is_computed_not_broadcast(settings: dict) -> None:
+    tiny = MODELS[FLUX]
+    model = tiny.build()
+    one, two = (with_timestep(tiny, tiny.inputs(batch=batch), 0.5) for batch in (1, 2))
+    with torch.no_grad():
+        expected = first(model(**one))
+        with holdover.enable(model, "cache_dit", **settings) as cache:
+            for step in range(12):
+                with model.cache_context("cond", step_index=step, num_inference_steps=12):
+                    output = first(model(**(two if step < 3 else one)))
+                if step == 3:
+                    assert torch.equal(output, expected)
+            assert cache.stats().last.visits[3].reason == "the inputs have another shape, dtype or device"
+
+
+def test_lists_that_disagree_are_named() -> None:
+    """FLUX.2 has two lists, each with its own decision; a step is held where any of them is."""
+    tiny = MODELS["Flux2Transformer2DModel"]
+    model, inputs = tiny.build(), tiny.inputs()
+
+    def two_steps(cache: CacheDiTBackend) -> list[float]:
+        for step in range(2):
+            with model.cache_context("cond", step_index=step):
+                model(**with_timestep(tiny, inputs, 1 - step / 100))
+        return [context.residual_diffs["1"] for context in cache.engine.branch_state._manager.contexts]
+
+    with torch.no_grad(), holdover.enable(model, "cache_dit", max_warmup_steps=1) as cache:
+        between = sum(two_steps(cache)) / 2
+        with cache.using(residual_diff_threshold=between):
+            two_steps(cache)
+            visit = cache.stats().last.visits[1]
+    assert not visit.computed
+    assert visit.reason.startswith("the first blocks changed little, in ")
+    assert visit.reason.endswith("_blocks only")
+
+
+# Coming and going
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline[2.2]", "ChromaPipeline"])
+def test_undo_is_exact(name: str) -> None:
+    tiny = PIPELINES[name]
+    pipe = tiny.build()
+    plain = run(pipe, **tiny.call(steps=6))
+    before, register = denoiser(pipe), dict(BlockAdapterRegister._adapters)
+    cache = holdover.enable(pipe, "cache_dit", **MUCH)
+    assert not torch.equal(run(pipe, **tiny.call(steps=6)), plain)
+    cache.disable()
+    assert differences(before, denoiser(pipe)) == []
+    assert not any(name.startswith(("_cached", "_context", "_is_", "_original")) for name in vars(type(pipe)))
+    assert register == BlockAdapterRegister._adapters
+    assert torch.equal(run(pipe, **tiny.call(steps=6)), plain)
+
+
+@pytest.mark.parametrize("name", ["ChromaTransformer2DModel", "HunyuanDiT2DModel", "BriaFiboTransformer2DModel"])
+def test_what_the_library_patches_is_there_only_while_a_forward_runs(name: str) -> None:
+    tiny = MODELS[name]
+    model = tiny.build()
+    first(model(**tiny.inputs()))
+    before = snapshot(model)
+    with torch.no_grad(), holdover.enable(model, "cache_dit", **MUCH) as cache:
+        for step in range(3):
+            with model.cache_context("cond", step_index=step):
+                model(**tiny.inputs())
+            inside = [path for path in differences(before, snapshot(model)) if not path.endswith(":class")]
+            assert inside == []
+        assert cache.stats().held == 2
+        with pytest.raises(TypeError):
+            model(no_such_argument=1)
+        assert [path for path in differences(before, snapshot(model)) if not path.endswith(":class")] == []
+
+
+def test_patched_models_run_beneath_accelerates_hooks() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Counts(ModelHook):
+        seen = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Counts.seen += 1
+            return args, kwargs
+
+    tiny = MODELS["ChromaTransformer2DModel"]
+    model = tiny.build()
+    expected = first(model(**tiny.inputs()))
+    add_hook_to_module(model, Counts())
+    with torch.no_grad(), holdover.enable(model, "cache_dit", residual_diff_threshold=0.0):
+        assert torch.equal(first(model(**tiny.inputs())), expected)
+    assert Counts.seen == 3  # the forward, the plain one it is compared with, and the one that is held at once
+
+
+def test_a_patched_model_with_another_hook_on_its_forward_is_refused() -> None:
+    model = MODELS["ChromaTransformer2DModel"].build()
+    model.forward = model.forward
+    with pytest.raises(holdover.UnsupportedModelError, match="take the hook off"):
+        holdover.enable(model, "cache_dit")
+
+
+def test_two_pipelines_of_one_class_and_one_cached() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    one, two = tiny.build(), tiny.build()
+    plain = run(two, **tiny.call(steps=6))
+    caches = [holdover.enable(pipe, "cache_dit", **MUCH) for pipe in (one, two)]
+    held = run(one, **tiny.call(steps=6))
+    caches[1].disable()
+    assert torch.equal(run(two, **tiny.call(steps=6)), plain)
+    assert torch.equal(run(one, **tiny.call(steps=6)), held)
+    caches[0].disable()
+
+
+def test_enabling_again_with_other_settings_takes_effect_and_changes_no_config() -> None:
+    pipe, tiny = PIPELINES["FluxPipeline"].build(), PIPELINES["FluxPipeline"]
+    traces = []
+    for row in (1, 3):
+        config = DiffusionCacheConfig(**{**MUCH, "max_continuous_cached_steps": row}, scm_steps_mask_policy=None)
+        kept = config.as_dict()
+        backend = CacheDiTBackend(config)
+        backend.enable(pipe)
+        backend.refresh(pipe, 12)
+        run(pipe, **tiny.call(steps=6))
+        traces.append(backend.stats().last.trace("cond"))
+        backend.disable()
+        assert backend.config is config
+        assert config.as_dict() == kept
+    assert traces == ["ChChCh", "ChhhCh"]
+
+
+def test_settings_and_off_for_a_while() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    plain = run(pipe, **tiny.call(steps=6))
+    with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
+        held = run(pipe, **tiny.call(steps=6))
+        with cache.using(enable_taylorseer=True, max_warmup_steps=3):
+            run(pipe, **tiny.call(steps=6))
+            assert cache.stats().last.trace("cond") == "CCChhC"
+        with cache.off():
+            assert torch.equal(run(pipe, **tiny.call(steps=6)), plain)
+        assert torch.equal(run(pipe, **tiny.call(steps=6)), held)
+
+
+def test_an_aborted_request_leaves_nothing_for_the_next() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+
+    def abort(pipe, step, timestep, tensors):
+        if step == 3:
+            raise KeyboardInterrupt
+        return tensors
+
+    with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
+        expected = run(pipe, **tiny.call(steps=6))
+        with pytest.raises(KeyboardInterrupt):
+            run(pipe, **tiny.call(steps=6, seed=5), callback_on_step_end=abort)
+        assert torch.equal(run(pipe, **tiny.call(steps=6)), expected)
+        assert cache.stats().last.trace("cond") == "ChhChh"
+
+
+def test_nothing_is_kept_after_a_generation() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **MUCH, enable_taylorseer=True) as cache:
+        run(pipe, **tiny.call(steps=6))
+        assert cache.stats().peak_bytes > 0
+        assert cache.engine.branch_state is None
+        assert cache.engine._generation.nbytes == 0
+
+
+def test_taylorseer_keeps_more_than_the_last_step() -> None:
+    def kept(**settings) -> int:
+        model = MODELS[FLUX].build()
+        with holdover.enable(model, "cache_dit", **MUCH, **settings) as cache:
+            loop(model)
+            return cache.stats().peak_bytes
+
+    assert kept() < kept(enable_taylorseer=True) < kept(enable_taylorseer=True, taylorseer_order=2)
+
+
+# What is said
+
+
+def test_stats_have_the_shape_of_the_other_methods() -> None:
+    tiny = PIPELINES["FluxPipeline"]
+    found = []
+    for method, settings in (("cache_dit", MUCH), ("mag_cache", {"mag_ratios": [1.0] * 6})):
+        pipe = tiny.build()
+        with holdover.enable(pipe, method, **settings) as cache:
+            run(pipe, **tiny.call(steps=6))
+            found.append(cache.stats())
+    ours, others = found
+    assert isinstance(ours, Stats)
+    assert ours.as_dict().keys() == others.as_dict().keys()
+    assert ours.as_dict()["last"][0].keys() == others.as_dict()["last"][0].keys()
+    assert ours.method == "cache_dit"
+    assert ours.last.settings == CacheDiTConfig(**MUCH).as_dict()
+    assert ours.notes == ("transformer: cache-dit: transformer_blocks (5 blocks, Pattern_1)",)
+
+
+def test_summary_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **MUCH):
+        run(pipe, **tiny.call(steps=6))
+        cache_summary(pipe)
+        detailed = capsys.readouterr().out
+        cache_summary(pipe, details=False)
+        short = capsys.readouterr().out
+    assert "transformer_2/uncond" in short
+    assert "warm-up" in detailed
+    assert len(short) < len(detailed)
+    with pytest.raises(holdover.NotEnabledError, match="no holdover cache"):
+        cache_summary(pipe)
+
+
+def test_the_library_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "import torch, holdover\n"
+        "from tiny.models import MODELS\n"
+        "model = MODELS['ChromaTransformer2DModel'].build()\n"
+        "with holdover.enable(model, 'cache_dit'), torch.no_grad():\n"
+        "    model(**MODELS['ChromaTransformer2DModel'].inputs())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="tests", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "cache" not in done.stderr.lower()
+
+
+def test_the_librarys_log_levels_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("cache_dit.caching.cache_interface")
+    level = logger.level
+    with quiet():
+        assert logger.level == logging.ERROR
+    assert logger.level == level
+    monkeypatch.setenv("CACHE_DIT_LOG_LEVEL", "info")
+    with quiet():
+        assert logger.level == level
+
+
+# What is refused
+
+CONTROLNET = [
+    "FluxTransformer2DModel[controlnet]",
+    "FluxTransformer2DModel[controlnet_full]",
+    "QwenImageTransformer2DModel[controlnet]",
+    "QwenImageTransformer2DModel[controlnet_full]",
+    "SanaTransformer2DModel[controlnet]",
+    "SanaTransformer2DModel[controlnet_full]",
+    "SD3Transformer2DModel[controlnet]",
+    "ChromaTransformer2DModel[controlnet]",
+    "ZImageTransformer2DModel[controlnet]",
+]
+
+
+@pytest.mark.parametrize("name", CONTROLNET)
+def test_controlnet_is_refused_by_name_with_what_to_do(name: str) -> None:
+    tiny = MODELS[name]
+    model = tiny.build()
+    with torch.no_grad(), holdover.enable(model, "cache_dit"):
+        with pytest.raises(holdover.UnsupportedModelError, match=r"(?s)cannot cache \w+ with .*control.*Use tea_cache"):
+            model(**tiny.inputs())
+
+
+def test_a_transformer_that_does_not_iterate_over_its_list_is_refused() -> None:
+    from cache_dit import ForwardPattern
+
+    from holdover.cache_dit_backend import CacheDiTAdapterConfig
+
+    class Indexed(torch.nn.Module):
+        _cache_dit_adapter_config = CacheDiTAdapterConfig({"blocks": ForwardPattern.Pattern_3}, None, False)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, hidden_states):
+            for i in range(3):
+                hidden_states = self.blocks[i](hidden_states)
+            return hidden_states
+
+    class Twice(Indexed):
+        def forward(self, hidden_states):
+            for block in [*self.blocks, *self.blocks]:
+                hidden_states = block(hidden_states)
+            return hidden_states
+
+    for cls, message in ((Indexed, "does not iterate over blocks"), (Twice, "runs blocks twice")):
+        model = cls().eval()
+        with torch.no_grad(), holdover.enable(model, "cache_dit"):
+            with pytest.raises(holdover.UnsupportedModelError, match=message):
+                model(torch.ones(1, 4))
+
+
+def test_an_error_of_the_plain_model_is_its_own() -> None:
+    model = MODELS[FLUX].build()
+    with torch.no_grad(), holdover.enable(model, "cache_dit"):
+        with pytest.raises(TypeError, match="no_such_argument"):
+            model(no_such_argument=1)

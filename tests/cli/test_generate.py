@@ -1,0 +1,142 @@
+"""`holdover generate`: pictures with their settings in the file, and one clear line for what cannot be drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from holdover.cli import app
+from holdover.zoo.emoji import WEIGHTS
+
+PROMPT = "red apple, glossy 3d style"
+
+
+def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, ["generate", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stdout, result.stderr
+
+
+def pictures(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_picture_knows_how_it_was_drawn(tmp_path: Path) -> None:
+    settings = ("--cache", "tea_cache", "--set", "rel_l1_thresh=0.3")
+    out, _ = run(PROMPT, "--steps", "6", "--seed", "7", *settings, "--out", str(tmp_path))
+    (name,) = pictures(tmp_path)
+    assert name == "red-apple-glossy-3d-style-seed7-tea_cache.png"
+    assert str(tmp_path / name) in out
+    with Image.open(tmp_path / name) as picture:
+        assert picture.size == (64, 64)
+        assert picture.text["Description"] == PROMPT
+        assert json.loads(picture.text["holdover"]) == {
+            "model": "emoji",
+            "prompt": PROMPT,
+            "seed": 7,
+            "steps": 6,
+            "guidance": None,
+            "cache": "tea_cache",
+            "settings": {"rel_l1_thresh": 0.3},
+        }
+
+
+def test_the_trace_and_the_time_are_printed(tmp_path: Path) -> None:
+    out, _ = run(PROMPT, "--steps", "6", "--cache", "mag_cache", "--out", str(tmp_path), "--compare")
+    cond = re.search(r"cond +([Ch]{6}) +(\d) computed, (\d) held", out)
+    assert cond is not None
+    assert (cond[1].count("C"), cond[1].count("h")) == (int(cond[2]), int(cond[3]))
+    assert re.search(r"\d\.\d\d s a picture", out)
+    assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, \d+\.\d dB from it at worst", out)
+
+
+def test_without_a_cache_the_pictures_are_equal(tmp_path: Path) -> None:
+    out, _ = run(PROMPT, "--steps", "2", "--out", str(tmp_path), "--compare")
+    assert "equal to it" in out
+    assert "CC" in out
+
+
+def test_several_pictures_follow_the_seed(tmp_path: Path) -> None:
+    run("dog, noto", "--steps", "1", "--seed", "3", "--num", "2", "--out", str(tmp_path))
+    assert pictures(tmp_path) == ["dog-google-noto-style-seed3.png", "dog-google-noto-style-seed4.png"]
+    first, second = (Image.open(tmp_path / name).tobytes() for name in pictures(tmp_path))
+    assert first != second
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    for _ in range(2):
+        run("dog", "--steps", "1", "--out", str(tmp_path))
+    assert pictures(tmp_path) == ["dog-seed0-2.png", "dog-seed0.png"]
+
+
+def test_a_model_from_a_folder(tmp_path: Path) -> None:
+    run("dog", "--model", str(WEIGHTS), "--steps", "1", "--out", str(tmp_path))
+    assert pictures(tmp_path) == ["dog-seed0.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((" ",), "The prompt is empty; say what to draw, for example 'red apple, glossy 3d style'."),
+        (("dog, glosy 3d style",), "Did you mean 'glossy 3d style'?"),
+        (("dog", "--steps", "0"), "steps must be a whole number from 1 up, not 0."),
+        (("dog", "--num", "0"), "--num must be 1 or more, not 0."),
+        (("dog", "--seed", "-1"), "seeds must be a whole number from 0 up, not -1."),
+        (("dog", "--guidance", "nan"), "guidance must be a number from 0 up, not nan."),
+        (("dog", "--cache", "teacache"), "There is no caching method 'teacache'. Did you mean 'tea_cache'?"),
+        (("dog", "--cache", "tea_cache", "--set", "rel_l1=1"), "Did you mean 'rel_l1_thresh'?"),
+        (("dog", "--cache", "tea_cache", "--set", "rel_l1_thresh=-1"), "must be at least 0, not -1"),
+        (("dog", "--cache", "tea_cache", "--set", "rel_l1_thresh"), "A setting is written key=value"),
+        (("dog", "--model", "emojy"), "There is no model 'emojy'. Did you mean 'emoji'?"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    out, err = run(*arguments, "--out", str(tmp_path), code=2)
+    assert out == ""
+    assert message in err
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    assert pictures(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, err = run("dog", "--out", str(tmp_path / "file" / "folder"), code=2)
+    assert err.startswith(f"Error: {tmp_path / 'file'}")
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    _, err = run("dog", "--model", str(tmp_path), "--out", str(tmp_path / "out"), code=2)
+    assert err.startswith(f"Error: Cannot load '{tmp_path}': ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_help_does_not_import_torch(command: str) -> None:
+    code = (
+        "import sys; from holdover.cli import app\n"
+        f"try: app(['{command}', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = [name for name in ('torch', 'diffusers', 'matplotlib', 'jinja2', 'yaml') if name in sys.modules]\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--model" in done.stdout

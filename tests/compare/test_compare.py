@@ -1,0 +1,317 @@
+"""Comparisons on tiny real pipelines: what is measured, what is taken up again, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import holdover
+from holdover.compare import Comparison, Custom, FewerSteps, Folder, Method, Results, Row, Watcher, compare
+from holdover.errors import ConfigError, HoldoverError
+from holdover.metrics import psnr
+from tiny.prompted import prompted_flux, prompted_wan
+
+SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
+HOLDS = Method("mag_cache", tuple(SETTINGS.items()), "holds")
+NONE = Method("none")
+
+
+def spec(*candidates: Any, **changes: Any) -> Comparison:
+    values: dict[str, Any] = {"prompts": ("red apple", "blue dog"), "seeds": (3, 4), "steps": 8, "batch_size": 3}
+    return Comparison(candidates=candidates, **values | changes)
+
+
+class Seen(Watcher):
+    """Remembers what was drawn anew."""
+
+    def __init__(self) -> None:
+        self.started_: list[str] = []
+        self.finished_: list[str] = []
+
+    def started(self, label: str, steps: int) -> None:
+        self.started_.append(label)
+
+    def finished(self, row: Row, results: Results) -> None:
+        self.finished_.append(row.label)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return prompted_flux()
+
+
+class TestRows:
+    @pytest.fixture(scope="class")
+    def results(self, pipe: Any) -> Results:
+        return compare(pipe, spec(HOLDS, NONE))
+
+    def test_both_baselines_stand_beside_every_method_at_its_computed_steps(self, results: Results) -> None:
+        counted = round(results.row("holds").computed_steps or 0)
+        assert 1 < counted < 8
+        assert [row.label for row in results.rows[2:]] == [f"{counted} steps", f"{counted} steps, second order"]
+        assert [row.kind for row in results.rows] == ["method", "method", "fewer_steps", "second_order"]
+
+    def test_a_method_that_holds_nothing_is_equal(self, results: Results) -> None:
+        row = results.row("none")
+        assert row.values["psnr"] == (math.inf,) * 4
+        assert row.values["nonwhite_error"] == (0,) * 4
+        assert row.summary("ssim").worst == pytest.approx(1)
+        assert row.computed_steps == 8
+
+    def test_what_was_computed_and_held(self, results: Results) -> None:
+        row = results.row("holds")
+        (strip,) = row.strips.values()
+        assert len(strip) == 8
+        assert strip.startswith("C")
+        assert row.computed_steps == strip.count("C") == 8 - strip.count("h")
+        assert row.bytes_held > 0
+        assert 0 < row.summary("psnr").worst < 100
+
+    def test_every_picture_has_its_values_and_its_seconds(self, results: Results) -> None:
+        for row in results.rows:
+            assert row.error is None
+            assert len(row.seconds) == 4
+            assert all(seconds > 0 for seconds in row.seconds)
+            assert {name: len(values) for name, values in row.values.items()} == dict.fromkeys(row.values, 4)
+            assert {"psnr", "ssim", "nonwhite_error"} <= set(row.values)
+
+    def test_values_are_those_of_the_pictures(self, pipe: Any, results: Results) -> None:
+        def draw(prompt: str, seed: int) -> torch.Tensor:
+            noise = torch.Generator().manual_seed(seed)
+            return pipe(prompt, num_inference_steps=8, generator=noise, output_type="pt").images[0]
+
+        plain = draw("blue dog", 3)
+        with holdover.enable(pipe, "mag_cache", **SETTINGS):
+            held = draw("blue dog", 3)
+        assert results.row("holds").values["psnr"][2] == pytest.approx(float(psnr(plain, held)), abs=0.01)
+
+    def test_json_and_back(self, results: Results, tmp_path: Path) -> None:
+        results.save(tmp_path / "results.json")
+        assert Results.load(tmp_path / "results.json") == results
+        assert json.loads((tmp_path / "results.json").read_text())["rows"][1]["values"]["psnr"] == [None] * 4
+        assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+    def test_the_table_in_words(self, results: Results) -> None:
+        lines = str(results).splitlines()
+        assert len(lines) == 2 + len(results.rows)
+        assert "1.00x" in lines[1]
+        assert "equal" in lines[3]
+
+    def test_the_environment_says_what_it_ran_on(self, results: Results) -> None:
+        assert results.environment["pipeline"] == "FluxPipeline"
+        assert results.environment["transformer"] == "FluxTransformer2DModel"
+        assert results.environment["versions"]["holdover"] == holdover.__version__
+        assert "1 thread" in results.environment["device"]
+        assert "lpips" in results.unavailable
+
+
+def test_the_batch_size_does_not_change_the_noise(pipe: Any) -> None:
+    one, four = (compare(pipe, spec(HOLDS, batch_size=size)).row("holds").values["psnr"] for size in (1, 4))
+    assert one == pytest.approx(four, abs=0.05)
+
+
+class TestWarmUp:
+    def test_it_changes_no_picture(self, pipe: Any) -> None:
+        cold, warm, whole = (compare(pipe, spec(HOLDS, warmup=steps)).row("holds") for steps in (0, 2, 8))
+        assert cold.values == warm.values == whole.values
+        assert cold.strips == warm.strips == whole.strips
+
+    def test_a_custom_candidate_sees_a_generation_to_its_end(self, pipe: Any) -> None:
+        caches: list[Any] = []
+
+        def counted(pipe: Any) -> Any:
+            caches.append(holdover.enable(pipe, "none"))
+            return caches[-1]
+
+        compare(pipe, spec(Custom("counts", counted)))
+        generations = caches[0].stats().generations
+        assert [(g.steps, len(g.visits)) for g in generations] == [(8, 8), (8, 8), (8, 8)]
+
+
+def test_the_pipeline_is_left_as_it_was(pipe: Any) -> None:
+    scheduler, forward = pipe.scheduler, pipe.transformer.forward
+    compare(pipe, spec(HOLDS, FewerSteps(3, second_order=True)))
+    assert pipe.scheduler is scheduler
+    assert pipe.transformer.forward == forward
+
+
+def test_a_pipeline_with_a_cache_on_is_refused(pipe: Any) -> None:
+    with holdover.enable(pipe, "none"), pytest.raises(ConfigError, match="disable it"):
+        compare(pipe, spec())
+
+
+class TestCustom:
+    def test_a_strip_from_a_function(self, pipe: Any) -> None:
+        @contextmanager
+        def around(given: Any) -> Iterator[Any]:
+            assert given is pipe
+            yield lambda: {"cond": "CChhChhh"}
+
+        results = compare(pipe, spec(Custom("peer", around)))
+        assert results.row("peer").computed_steps == 3
+        assert [row.label for row in results.rows] == ["peer", "3 steps", "3 steps, second order"]
+
+    def test_a_cache_of_holdover(self, pipe: Any) -> None:
+        results = compare(
+            pipe, spec(Custom("mine", lambda pipe: holdover.enable(pipe, "mag_cache", **SETTINGS)), HOLDS)
+        )
+        assert results.row("mine").strips == results.row("holds").strips
+        assert results.row("mine").values == results.row("holds").values
+
+    def test_where_nobody_knows(self, pipe: Any) -> None:
+        @contextmanager
+        def around(pipe: Any) -> Iterator[None]:
+            yield None
+
+        results = compare(pipe, spec(Custom("unknown", around)))
+        assert results.row("unknown").computed_steps is None
+        assert len(results.rows) == 1
+        assert "?" in str(results)
+
+
+class TestFailures:
+    def test_a_failing_candidate_is_a_row_and_the_others_go_on(self, pipe: Any) -> None:
+        @contextmanager
+        def around(pipe: Any) -> Iterator[None]:
+            raise RuntimeError("out of luck\nsecond line")
+            yield
+
+        results = compare(pipe, spec(Custom("fails", around), Method("tea_cache"), HOLDS))
+        assert results.row("fails").error == "RuntimeError: out of luck"
+        assert results.row("tea_cache").error is None
+        assert results.row("holds").error is None
+        assert "failed: RuntimeError: out of luck" in str(results)
+        assert Results.from_dict(json.loads(json.dumps(results.as_dict()))) == results
+
+    def test_a_profile_that_is_missing_fails_by_name(self, pipe: Any) -> None:
+        results = compare(pipe, spec(Method("mag_cache", (("profile", "no-such-profile"),)), HOLDS))
+        error = results.rows[0].error
+        assert error is not None
+        assert error.startswith("ProfileError: ")
+        assert "no-such-profile" in error
+        assert results.row("holds").error is None
+
+    def test_pictures_that_are_not_finite_fail(self, pipe: Any) -> None:
+        @contextmanager
+        def around(pipe: Any) -> Iterator[None]:
+            with torch.no_grad():
+                bias = pipe.transformer.proj_out.bias
+                kept = bias.clone()
+                bias.fill_(float("nan"))
+                yield
+                bias.copy_(kept)
+
+        results = compare(pipe, spec(Custom("nan", around)))
+        assert results.row("nan").error == "HoldoverError: the pictures have pixels that are not finite"
+
+
+class TestFolder:
+    def test_a_second_run_draws_nothing(self, pipe: Any, tmp_path: Path) -> None:
+        first = compare(pipe, spec(HOLDS), tmp_path)
+        seen = Seen()
+        second = compare(pipe, spec(HOLDS), tmp_path, seen)
+        assert seen.started_ == []
+        assert seen.finished_ == ["uncached", *(row.label for row in first.rows)]
+        assert (second.rows, second.reference) == (first.rows, first.reference)
+
+    def test_an_interrupted_run_goes_on_where_it_was(self, pipe: Any, tmp_path: Path) -> None:
+        class Interrupted(Watcher):
+            def started(self, label: str, steps: int) -> None:
+                if label == "none":
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            compare(pipe, spec(HOLDS, NONE), tmp_path, Interrupted())
+        assert [row.label for row in Results.load(tmp_path / "results.json").rows] == ["holds"]
+        seen = Seen()
+        compare(pipe, spec(HOLDS, NONE), tmp_path, seen)
+        assert "holds" not in seen.started_
+        assert seen.started_[0] == "none"
+
+    def test_candidates_may_be_added_and_taken_away(self, pipe: Any, tmp_path: Path) -> None:
+        compare(pipe, spec(HOLDS), tmp_path)
+        seen = Seen()
+        results = compare(pipe, spec(NONE, HOLDS), tmp_path, seen)
+        assert seen.started_ == ["none"]
+        assert [row.label for row in results.rows[:2]] == ["none", "holds"]
+        compare(pipe, spec(NONE), tmp_path)
+        assert [row.label for row in Results.load(tmp_path / "results.json").rows] == ["none"]
+
+    def test_what_failed_is_tried_again(self, pipe: Any, tmp_path: Path) -> None:
+        @contextmanager
+        def fails(pipe: Any) -> Iterator[None]:
+            raise RuntimeError("not now")
+            yield
+
+        @contextmanager
+        def works(pipe: Any) -> Iterator[None]:
+            yield
+
+        assert compare(pipe, spec(Custom("peer", fails)), tmp_path).row("peer").error is not None
+        assert compare(pipe, spec(Custom("peer", works)), tmp_path).row("peer").error is None
+
+    def test_another_comparison_is_refused_by_name(self, pipe: Any, tmp_path: Path) -> None:
+        compare(pipe, spec(), tmp_path)
+        before = (tmp_path / "results.json").read_bytes()
+        with pytest.raises(ConfigError, match="another settings: steps 8 there and 6 here"):
+            compare(pipe, spec(steps=6), tmp_path)
+        assert (tmp_path / "results.json").read_bytes() == before
+
+    def test_another_model_is_refused(self, pipe: Any, tmp_path: Path) -> None:
+        compare(pipe, spec(prompts=("dog",), seeds=(0,)), tmp_path)
+        with pytest.raises(ConfigError, match="pipeline 'FluxPipeline' there and 'ShortWanPipeline' here"):
+            compare(prompted_wan(), spec(prompts=("dog",), seeds=(0,)), tmp_path)
+
+    def test_pictures_and_differences_are_written(self, pipe: Any, tmp_path: Path) -> None:
+        results = compare(pipe, spec(HOLDS), tmp_path)
+        for row in results.rows:
+            assert len(set(row.pictures)) == len(set(row.differences)) == 4
+            for picture, difference in zip(row.pictures, row.differences, strict=True):
+                assert Image.open(tmp_path / picture).mode == "RGB"
+                assert Image.open(tmp_path / difference).mode == "RGBA"
+                assert Image.open(tmp_path / picture).size == Image.open(tmp_path / difference).size
+        assert len(results.reference.pictures) == 4
+
+    def test_a_difference_is_opaque_where_the_pictures_differ(self, tmp_path: Path) -> None:
+        folder = Folder(tmp_path)
+        folder.prepare()
+        a, b = torch.full((1, 3, 8, 8), 0.5), torch.full((1, 3, 8, 8), 0.5)
+        b[..., :4] = 0.9
+        (name,) = folder.save_differences({"label": "x"}, b, a)
+        alpha = torch.tensor(list(Image.open(tmp_path / name).getchannel("A").getdata())).view(8, 8)
+        assert alpha[:, :4].unique().tolist() == [255]
+        assert alpha[:, 4:].unique().tolist() == [0]
+
+    def test_a_folder_that_cannot_be_written(self, pipe: Any, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="Cannot write to"):
+            compare(pipe, spec(), tmp_path / "file" / "folder")
+
+    def test_a_damaged_file_is_refused(self, pipe: Any, tmp_path: Path) -> None:
+        (tmp_path / "results.json").write_text('{"format": 1}')
+        with pytest.raises(HoldoverError, match="holds no results of a comparison"):
+            compare(pipe, spec(), tmp_path)
+
+
+class TestOtherOutputs:
+    def test_videos_have_one_value_each(self, tmp_path: Path) -> None:
+        peer = Custom("none", lambda pipe: holdover.enable(pipe, "none"))
+        results = compare(prompted_wan(), spec(peer, FewerSteps(5), prompts=("dog",), batch_size=1), tmp_path)
+        row = results.row("5 steps")
+        assert [len(values) for values in row.values.values()] == [2] * len(row.values)
+        assert results.row("none").values["psnr"] == (math.inf,) * 2
+        assert Image.open(tmp_path / row.pictures[0]).size == (64, 64)
+
+    def test_latents(self, pipe: Any, tmp_path: Path) -> None:
+        results = compare(pipe, spec(FewerSteps(4), output="latent"), tmp_path)
+        row = results.row("4 steps")
+        assert 0 < row.summary("psnr").worst < 100
+        assert row.pictures == ()

@@ -1,0 +1,219 @@
+"""Metrics agree with scikit-image, value by value, and say no to what is not a float picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+from holdover.errors import ConfigError, HoldoverError
+from holdover.metrics import (
+    METRICS,
+    PSNR_CAP,
+    Summary,
+    as_images,
+    latents_as_images,
+    lpips,
+    lpips_missing,
+    nonwhite_error,
+    psnr,
+    ssim,
+)
+
+SHAPES = [(3, 64, 64), (1, 33, 47), (3, 11, 11), (3, 12, 101), (1, 128, 16)]
+
+
+def pair(shape: tuple[int, ...], noise: float = 0.1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    a = torch.rand(shape, generator=source, dtype=torch.float64)
+    return a, (a + noise * torch.randn(shape, generator=source, dtype=torch.float64)).clamp(0, 1)
+
+
+class TestAgainstScikitImage:
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("noise", [0.001, 0.1, 1.0])
+    def test_ssim(self, shape: tuple[int, int, int], noise: float) -> None:
+        a, b = pair(shape, noise)
+        options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
+        wanted = structural_similarity(a.numpy(), b.numpy(), channel_axis=0, **options)
+        assert ssim(a, b).item() == pytest.approx(wanted, abs=1e-9)
+        assert ssim(a.float(), b.float()).item() == pytest.approx(wanted, abs=1e-6)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_psnr(self, shape: tuple[int, int, int]) -> None:
+        a, b = pair(shape)
+        wanted = peak_signal_noise_ratio(a.numpy(), b.numpy(), data_range=1.0)
+        assert psnr(a, b).item() == pytest.approx(wanted, rel=1e-12)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.integers(11, 40), st.integers(11, 40), st.integers(1, 4), st.integers(0, 1000))
+    def test_any_size(self, height: int, width: int, channels: int, seed: int) -> None:
+        a, b = pair((channels, height, width), 0.3, seed)
+        options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
+        wanted = structural_similarity(a.numpy(), b.numpy(), channel_axis=0, **options)
+        assert ssim(a, b).item() == pytest.approx(wanted, abs=1e-9)
+
+
+class TestBatches:
+    @pytest.mark.parametrize("metric", [psnr, ssim, nonwhite_error])
+    def test_a_batch_is_its_pictures_one_by_one(self, metric) -> None:
+        a, b = pair((2, 4, 3, 16, 20))
+        alone = torch.stack([metric(x, y) for x, y in zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)])
+        assert metric(a, b).shape == (2, 4)
+        torch.testing.assert_close(metric(a, b).flatten(), alone)
+
+    @pytest.mark.parametrize("metric", [psnr, ssim, nonwhite_error])
+    def test_half_precision_is_measured_in_double(self, metric) -> None:
+        a, b = pair((1, 3, 16, 16))
+        low = metric(a.bfloat16(), b.bfloat16())
+        assert low.dtype == torch.float64
+        assert torch.equal(low, metric(a.bfloat16().double(), b.bfloat16().double()))
+
+
+class TestNonwhite:
+    def test_only_what_is_drawn_counts(self) -> None:
+        a = torch.ones(3, 16, 16)
+        b = a.clone()
+        a[:, :4, :4] = 0.5
+        b[:, :4, :4] = 0.25
+        assert nonwhite_error(a, b).item() == pytest.approx(0.25)
+        assert (a - b).abs().mean().item() < 0.02
+
+    def test_a_pixel_drawn_in_one_of_the_two_counts(self) -> None:
+        a, b = torch.ones(3, 4, 4), torch.ones(3, 4, 4)
+        a[0, 0, 0], b[0, 1, 1] = 0.4, 0.7
+        assert nonwhite_error(a, b).item() == pytest.approx((0.6 + 0.3) / 3 / 2)
+
+    def test_white_on_white_is_no_error(self) -> None:
+        assert nonwhite_error(torch.ones(3, 8, 8), torch.full((3, 8, 8), 0.9999)).item() == 0
+
+
+class TestEqualPictures:
+    def test_values(self) -> None:
+        a, _ = pair((2, 3, 16, 16))
+        assert psnr(a, a).tolist() == [math.inf] * 2
+        torch.testing.assert_close(ssim(a, a), torch.ones(2, dtype=torch.float64))
+        assert nonwhite_error(a, a).tolist() == [0, 0]
+
+    def test_summary_of_nothing_but_equal_pictures_is_null_in_json(self) -> None:
+        summary = Summary.of([math.inf] * 3)
+        assert summary.as_dict() == {"mean": None, "p10": None, "worst": None, "count": 3}
+        assert Summary.from_dict(summary.as_dict()) == summary
+
+    def test_among_others_they_count_for_the_cap(self) -> None:
+        summary = Summary.of([math.inf, 40.0])
+        assert summary == Summary((PSNR_CAP + 40) / 2, 40 + 0.1 * (PSNR_CAP - 40), 40.0, 2)
+
+
+class TestSummary:
+    @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+    def test_is_what_numpy_says(self, values: list[float]) -> None:
+        good, bad = Summary.of(values), Summary.of(values, higher_is_better=False)
+        assert good.mean == pytest.approx(np.mean(values))
+        assert good.p10 == pytest.approx(np.percentile(values, 10))
+        assert bad.p10 == pytest.approx(np.percentile(values, 90))
+        assert (good.worst, bad.worst, good.count) == (min(values), max(values), len(values))
+
+    def test_nothing_has_no_summary(self) -> None:
+        with pytest.raises(ValueError, match="nothing"):
+            Summary.of([])
+
+    def test_every_metric_says_which_end_is_good(self) -> None:
+        assert {name: metric.higher_is_better for name, metric in METRICS.items()} == {
+            "psnr": True,
+            "ssim": True,
+            "nonwhite_error": False,
+            "lpips": False,
+        }
+
+
+class TestAsImages:
+    def test_all_output_types_are_the_same_pictures(self) -> None:
+        eighths = torch.randint(0, 256, (2, 3, 8, 10)) / 255
+        array = eighths.permute(0, 2, 3, 1).numpy()
+        pictures = [Image.fromarray((entry * 255).round().astype(np.uint8)) for entry in array]
+        for output in (eighths, array, pictures, list(eighths), list(array)):
+            torch.testing.assert_close(as_images(output), eighths)
+        assert as_images(eighths[0]).shape == as_images(pictures[0]).shape == (1, 3, 8, 10)
+
+    def test_all_kinds_of_videos_are_the_same_frames(self) -> None:
+        frames = torch.randint(0, 256, (2, 5, 3, 8, 10)) / 255
+        array = frames.permute(0, 1, 3, 4, 2).numpy()
+        pictures = [[Image.fromarray((f * 255).round().astype(np.uint8)) for f in video] for video in array]
+        for output in (frames, array, pictures, list(frames), list(array)):
+            torch.testing.assert_close(as_images(output), frames)
+        torch.testing.assert_close(as_images(pictures[:1]), frames[:1])
+
+    def test_grey_and_transparent_pictures(self) -> None:
+        assert as_images(Image.new("L", (4, 6), 51)).tolist() == torch.full((1, 1, 6, 4), 0.2).tolist()
+        assert as_images(Image.new("RGBA", (4, 6))).shape == (1, 3, 6, 4)
+
+    def test_double_stays_double_and_half_becomes_float(self) -> None:
+        assert as_images(torch.rand(1, 3, 4, 4).double()).dtype == torch.float64
+        assert as_images(torch.rand(1, 3, 4, 4).bfloat16()).dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("output", "message"),
+        [
+            (torch.zeros(1, 3, 4, 4, dtype=torch.uint8), "rounded; ask the pipeline for floats"),
+            (np.zeros((1, 4, 4, 3), np.uint8), "rounded"),
+            (torch.full((1, 3, 4, 4), -1.0), "run from -1 to -1"),
+            (torch.full((1, 3, 4, 4), 255.0), "for latents use latents_as_images"),
+            (torch.zeros(4, 4), "3, 4 or 5 dimensions"),
+            ("apple", "not str"),
+            ([], "not list"),
+        ],
+    )
+    def test_what_is_no_float_picture_is_refused(self, output: object, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            as_images(output)
+
+
+class TestLatents:
+    def test_the_range_becomes_0_to_1_and_nothing_is_cut(self) -> None:
+        latents = torch.tensor([-2.0, 0.0, 2.0, 4.0]).view(1, 2, 2)
+        assert latents_as_images(latents, -2, 2).tolist() == [[[[0.0, 0.5], [1.0, 1.5]]]]
+
+    def test_shapes(self) -> None:
+        assert latents_as_images(torch.zeros(2, 4, 8, 8), 0, 1).shape == (2, 4, 8, 8)
+        assert latents_as_images(torch.zeros(2, 4, 5, 8, 9), 0, 1).shape == (2, 5, 4, 8, 9)
+
+    def test_an_empty_range_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="range"):
+            latents_as_images(torch.zeros(1, 4, 4), 1, 1)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("metric", [psnr, ssim, nonwhite_error])
+    def test_bytes_and_other_shapes(self, metric) -> None:
+        a = torch.zeros(3, 16, 16)
+        with pytest.raises(ConfigError, match="not torch.uint8"):
+            metric(a.to(torch.uint8), a)
+        with pytest.raises(ConfigError, match=r"\(3, 16, 16\) and \(3, 16, 12\)"):
+            metric(a, a[..., :12])
+
+    def test_a_picture_smaller_than_the_window(self) -> None:
+        with pytest.raises(ConfigError, match="11 x 11; the pictures are 10 x 64"):
+            ssim(torch.zeros(3, 10, 64), torch.zeros(3, 10, 64))
+
+
+class TestLpips:
+    def test_it_says_what_is_missing_and_downloads_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+        missing = lpips_missing()
+        assert missing is not None
+        installed = all(importlib.util.find_spec(name) for name in ("torchmetrics", "torchvision"))
+        assert ("weights are not at" if installed else "pip install 'holdover[lpips]'") in missing
+        with pytest.raises(HoldoverError, match="LPIPS is not available"):
+            lpips(torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 64, 64))
+        assert list(tmp_path.rglob("*")) == []

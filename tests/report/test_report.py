@@ -1,0 +1,223 @@
+"""The report: one file that fetches nothing, says what the results say, and works by keyboard."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from holdover.compare import Comparison, Custom, FewerSteps, Method, Results, Row, compare
+from holdover.report import words, write_report
+from holdover.report.colours import colours
+from holdover.report.embed import data_uri
+from holdover.report.plot import Point, frontier
+from tiny.prompted import prompted_flux
+
+SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
+
+
+def broken(pipe: Any) -> Any:
+    raise RuntimeError("no <luck> here")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("comparison")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    candidates = (Method("mag_cache", tuple(SETTINGS.items()), "mag <b>"), Method("none"), Custom("peer", broken))
+    return compare(prompted_flux(), Comparison(("red <i>apple</i>", "dog"), candidates, steps=8), folder)
+
+
+@pytest.fixture(scope="module")
+def html(results: Results, folder: Path) -> str:
+    return write_report(results, folder).read_text("utf-8")
+
+
+class Elements(HTMLParser):
+    """All start tags with their attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def test_nothing_is_fetched(html: str) -> None:
+    for tag, attributes in Elements(html).found:
+        for name in ("src", "href", "xlink:href", "srcset", "data"):
+            value = attributes.get(name) or ""
+            assert value == "" or value.startswith(("data:", "#")), f"{tag} {name}={value[:60]}"
+    assert "@import" not in html
+    assert not re.search(r"url\((?!#)", html)
+
+
+def test_every_picture_is_there_with_its_words_and_its_difference(html: str, results: Results) -> None:
+    images = Elements(html).all("img")
+    measured = [row for row in results.rows if row.error is None]
+    assert len(images) == 2 + 2 * 2 * len(measured)
+    named = [image["alt"] for image in images if image["class"] == "picture"]
+    assert named[0] == "red <i>apple</i>, uncached"
+    assert all(named)
+
+
+def test_words_of_users_are_text_and_not_markup(html: str) -> None:
+    assert "mag <b>" not in html
+    assert "<i>apple" not in html
+    assert "mag &lt;b&gt;" in html
+    assert "Failed. RuntimeError: no &lt;luck&gt; here" in html
+
+
+def test_the_table_has_a_row_for_each_candidate(html: str, results: Results) -> None:
+    body = html[html.index("<tbody>") : html.index("</tbody>")]
+    assert body.count("<tr") == 1 + len(results.rows)
+    row = results.row("mag <b>")
+    assert f"{row.summary('psnr').mean:.1f}" in body
+    assert f"{results.speedup(row):.2f}\u00d7" in body
+    assert "equal" in body
+
+
+def test_a_strip_shows_each_step_of_each_branch(html: str, results: Results) -> None:
+    steps = html[html.index('id="steps"') : html.index('id="table"')]
+    letters = "".join(letters for row in results.rows for letters in row.strips.values())
+    assert steps.count('class="computed"') == letters.count("C")
+    assert steps.count('class="held"') == letters.count("h")
+    assert letters.count("h") > 0
+
+
+def test_the_plots_take_their_colours_from_the_page(html: str) -> None:
+    plots = re.findall(r"<svg.*?</svg>", html[html.index('id="frontier"') : html.index('id="steps"')], re.DOTALL)
+    assert len(plots) == 2
+    for svg in plots:
+        assert "currentColor" in svg
+        assert "var(--violet)" in svg
+        assert not re.search(r"#0[14a]0[25b]", svg), "a stand-in colour is left"
+        assert "<svg" in svg
+        assert not re.search(r"<svg[^>]* width=", svg)
+    ids = [re.findall(r' id="(p[0-9a-f]{6,})"', svg) for svg in plots]
+    assert not set(ids[0]) & set(ids[1])
+
+
+def test_the_same_results_give_the_same_file(html: str, results: Results, folder: Path) -> None:
+    assert write_report(results, folder, "again.html").read_text("utf-8") == html
+
+
+def test_results_from_a_file_give_the_same_report(html: str, folder: Path) -> None:
+    loaded = Results.load(folder / "results.json")
+    assert write_report(loaded, folder, "loaded.html").read_text("utf-8") == html
+
+
+def test_a_report_without_pictures_or_rows(results: Results, tmp_path: Path) -> None:
+    rows = (replace(results.row("mag <b>"), pictures=(), differences=()),)
+    bare = replace(results, rows=rows, reference=replace(results.reference, pictures=()))
+    assert "<img" not in write_report(bare, tmp_path).read_text("utf-8")
+    assert "No method has been measured." in write_report(replace(bare, rows=()), tmp_path).read_text("utf-8")
+
+
+class TestBrowser:
+    """In Chromium itself: what the script does, seen in the document it leaves behind."""
+
+    @pytest.fixture(scope="class")
+    def document(self, html: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+        chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        if chromium is None:
+            pytest.skip("no Chromium here")
+        acts = """<script>
+        document.querySelector("input[value=differences]").click();
+        document.querySelector("button.tile").click();
+        document.querySelectorAll("thead button")[4].click();
+        const cell = row => row.children[4] || row.children[1];
+        const column = [...document.querySelectorAll("tbody tr")].map(row => cell(row).textContent);
+        document.body.dataset.sorted = column.join("|");
+        document.querySelectorAll("thead button")[4].click();
+        document.body.dataset.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+        </script></body>"""
+        page = folder / "acted.html"
+        page.write_text(html.replace("</body>", acts), "utf-8")
+        profile = tmp_path_factory.mktemp("profile")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+        done = subprocess.run(
+            [chromium, *flags, f"--user-data-dir={profile}", "--window-size=390,844", "--dump-dom", page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def test_the_switch_and_a_pressed_picture_show_differences(self, document: str) -> None:
+        (section,) = [a for a in Elements(document).all("section") if a["id"] == "pictures"]
+        assert section["class"] == "differences"
+        pressed = [a["aria-pressed"] for a in Elements(document).all("button") if a.get("class") == "tile"]
+        assert pressed[0] == "true"
+        assert set(pressed[1:]) == {"false"}
+
+    def test_a_head_sorts_by_its_figures_with_failures_last(self, document: str, results: Results) -> None:
+        (body,) = Elements(document).all("body")
+        column = (body["data-sorted"] or "").split("|")
+        finite = [float(text) for text in column if re.fullmatch(r"[\d.]+", text)]
+        assert len(finite) == len([r for r in results.rows if r.error is None and r.label != "none"])
+        assert finite == sorted(finite)
+        assert column[-1].startswith("Failed.")
+        sorts = [a["aria-sort"] for a in Elements(document).all("th") if "aria-sort" in a]
+        assert sorts[4] == "descending"
+        assert set(sorts[:4] + sorts[5:]) == {"none"}
+
+    def test_nothing_is_wider_than_a_phone(self, document: str) -> None:
+        (body,) = Elements(document).all("body")
+        assert body["data-wide"] == "false"
+
+
+class TestParts:
+    def test_words(self) -> None:
+        assert [words.seconds(value) for value in (0.0123, 0.41, 5.678, 12.34, 123.4)] == [
+            "12.3 ms",
+            "0.41 s",
+            "5.68 s",
+            "12.3 s",
+            "123 s",
+        ]
+        assert [words.size(count) for count in (0, 12, 3_400_000)] == ["", "12 B", "3.4 MB"]
+        assert [words.steps(value) for value in (9.0, 11.5)] == ["9", "11.5"]
+        assert [words.decibels(value) for value in (28.04, math.inf)] == ["28.0 dB", "equal"]
+
+    def test_the_frontier_is_what_nothing_beats(self) -> None:
+        def point(speed: float, mean: float) -> Point:
+            return Point("", "", "method", speed, mean, mean)
+
+        slow, fast, beaten, tied = point(1.5, 45), point(3, 25), point(2, 20), point(3, 24)
+        assert frontier([fast, beaten, slow, tied]) == [slow, fast]
+        assert frontier([]) == []
+
+    def test_every_series_has_a_colour_of_its_own(self) -> None:
+        names = ["tea_cache", "mag_cache", "cache_dit", "plan"]
+        rows = [Row({"kind": "method", "name": name, "label": name}) for name in names]
+        rows += [Row({"kind": "custom", "label": label}) for label in ("a", "b", "c")]
+        rows += [Row(FewerSteps(3).as_dict()), Row(FewerSteps(3, second_order=True).as_dict())]
+        found = colours(Results({}, {}, "", Row({}), tuple(rows)))
+        assert len(found) == len(set(found.values())) == len(rows)
+
+    def test_large_pictures_are_reduced_and_small_ones_are_not(self, tmp_path: Path) -> None:
+        Image.effect_noise((64, 64), 50).save(tmp_path / "small.png")
+        Image.effect_noise((1024, 1024), 50).save(tmp_path / "large.png")
+        assert data_uri(tmp_path / "small.png").startswith("data:image/png")
+        large = data_uri(tmp_path / "large.png")
+        assert large.startswith("data:image/webp")
+        assert len(large) < (tmp_path / "large.png").stat().st_size

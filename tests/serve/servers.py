@@ -1,0 +1,82 @@
+"""Real servers: `holdover serve` in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HOLDOVER = Path(sys.executable).with_name("holdover")
+DEADLINE = 90.0
+
+
+class Server:
+    """One process and a client for it."""
+
+    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [HOLDOVER, "serve", "--port", "0", *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        self.url = self._address()
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def _address(self) -> str:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until and self.process.poll() is None:
+            found = re.search(r"listens on (http://\S+)", self.log)
+            if found:
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not start:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def wait_until_ready(self) -> Server:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until and self.process.poll() is None:
+            if self.http.get("/ready").status_code == 200:
+                return self
+            time.sleep(0.05)
+        raise AssertionError(f"the server did not get ready:\n{self.log}")
+
+    def draw(self, **request: Any) -> httpx.Response:
+        """POST what to draw: one branch and three steps unless told otherwise."""
+        asked = {"prompt": "red apple, glossy 3d style", "steps": 3, "guidance": 1.0, "seed": 1} | request
+        return self.http.post("/v1/images/generations", json=asked)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a counter; 0 where it has not been counted yet."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        for line in self.http.get("/metrics").text.splitlines():
+            found = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
+            if found and wanted <= set((found[1] or "").split(",")):
+                return float(found[2])
+        return 0.0
+
+    def stop(self, timeout: float = 60) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit status of a server that is stopping."""
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.process.kill()
+            self.http.close()

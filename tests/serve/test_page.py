@@ -1,0 +1,131 @@
+"""The page in a real browser. Chromium comes from the system: apt-get install chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .servers import Server
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+ARTIFACTS = Path(os.environ.get("HOLDOVER_ARTIFACTS", Path(__file__).resolve().parents[2] / ".pytest_cache" / "page"))
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, what it complained about, and what it fetched."""
+
+    def __init__(self, browser: Browser, url: str, **options: object) -> None:
+        self.complaints: list[str] = []
+        self.fetched: list[str] = []
+        self.page: Page = browser.new_context(**options).new_page()  # type: ignore[arg-type]
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.fetched.append(request.url))
+        self.page.goto(url)
+        expect(self.page.locator("[name=method]").first).to_be_attached(timeout=20_000)
+
+    def wait_for_the_result(self) -> None:
+        expect(self.page.locator("#psnr")).not_to_have_text("–", timeout=40_000)
+
+    def cells(self, side: str) -> str:
+        """The strip's first branch: `C` computed, `h` held."""
+        classes = (
+            self.page.locator(f"#{side} .branch")
+            .first.locator(".cell")
+            .evaluate_all("cells => cells.map(cell => cell.className)")
+        )
+        return "".join(name.split()[-1] for name in classes)
+
+
+def set_up(page: Page, prompt: str, steps: int = 6) -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#steps", str(steps))
+    page.fill("#guidance", "1")
+
+
+def test_a_prompt_is_drawn_plain_and_cached_side_by_side(browser: Browser, server: Server) -> None:
+    watched = Watched(browser, server.url, viewport={"width": 1240, "height": 1000})
+    page = watched.page
+    set_up(page, "ghost")
+    page.press("#prompt", "Enter")
+    watched.wait_for_the_result()
+    for side in ("plain", "cached"):
+        assert page.locator(f"#{side} img").evaluate("image => image.naturalWidth") == 64
+    assert watched.cells("plain") == "CCCCCC"
+    held = watched.cells("cached")
+    assert "h" in held
+    assert held.startswith("C")
+    assert re.fullmatch(r"\d+\.\d\d×", page.inner_text("#speed"))
+    assert re.fullmatch(r"\d+\.\d dB", page.inner_text("#psnr"))
+    assert page.inner_text("#forwards") == f"{held.count('C')} of 6"
+
+    page.check("[value=tea_cache]", force=True)
+    expect(page.locator("[data-setting=rel_l1_thresh]")).to_be_visible()
+    page.click("#draw")
+    watched.wait_for_the_result()
+    assert page.locator("#plot circle").count() == 2
+    assert "method=tea_cache" in page.url
+
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=ARTIFACTS / "page.png", full_page=True)
+    assert watched.complaints == []
+    assert [url for url in watched.fetched if not url.startswith((server.url, "data:"))] == []
+
+
+def test_a_link_brings_the_settings_and_draws(browser: Browser, server: Server) -> None:
+    query = "?prompt=rocket&style=&steps=4&guidance=1&seed=3&method=mag_cache&cache.mag_max_skip_steps=1"
+    watched = Watched(browser, f"{server.url}/{query}")
+    watched.wait_for_the_result()
+    page = watched.page
+    fields = {name: page.input_value(f"#{name}") for name in ("prompt", "style", "steps", "guidance", "seed")}
+    assert fields == {"prompt": "rocket", "style": "", "steps": "4", "guidance": "1", "seed": "3"}
+    assert page.input_value("[data-setting=mag_max_skip_steps]") == "1"
+    assert page.url.endswith(query)
+    assert watched.complaints == []
+
+
+def test_it_works_on_a_phone_in_the_dark_and_by_keyboard(browser: Browser, server: Server) -> None:
+    phone = {"width": 390, "height": 844}
+    watched = Watched(browser, server.url, viewport=phone, color_scheme="dark", is_mobile=True, has_touch=True)
+    page = watched.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", ground)[:3])) < 150
+    set_up(page, "ghost", steps=60)
+    page.focus("#draw")
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_focused()
+    expect(page.locator("#plain .cell.C").first).to_be_visible(timeout=20_000)
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.locator("#draw")).to_be_focused()
+    assert watched.complaints == []
+
+
+def test_a_refusal_is_shown(browser: Browser, server: Server) -> None:
+    watched = Watched(browser, server.url)
+    page = watched.page
+    set_up(page, "ghost", steps=3)
+    page.locator("#steps").evaluate("input => { input.max = 1000; input.value = 500; }")
+    page.click("#draw")
+    expect(page.locator("#status")).to_contain_text("steps is 500; this server draws with at most 100.")

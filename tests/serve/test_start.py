@@ -1,0 +1,145 @@
+"""How a server starts: its flags, its model, what it answers until it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from holdover.cli import app
+from holdover.errors import ConfigError
+from holdover.serve import Settings, create_app, running
+from holdover.serve.launch import ServeError
+from holdover.serve.model import Painter, load
+from tiny.prompted import prompted_flux
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    return result.exit_code, result.stderr
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cache-backend", "magcache"], "There is no caching method 'magcache'. Did you mean 'mag_cache'?"),
+        (["--cache-backend", "mag_cache", "--cache-config", "{"], "cache_config is not JSON: "),
+        (["--cache-config", "[]"], "cache_config must be a JSON object"),
+        (
+            ["--cache-backend", "mag_cache", "--cache-config", '{"mag_treshold": 1}'],
+            "MagCacheConfig has no setting 'mag_treshold'. Did you mean 'mag_threshold'?",
+        ),
+        (["--port", "70000"], "Settings.port must be at least 0 and at most 65535, not 70000."),
+        (["--max-batch", "0"], "Settings.max_batch must be at least 1, not 0."),
+        (["--queue-size", "2"], "max_images is 4, but only 2 pictures may wait: raise queue_size."),
+        (["--dtype", "int8"], "Settings.dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'int8'."),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(flags: list[str], said: str) -> None:
+    code, err = run(*flags)
+    assert code == 2
+    assert err.startswith(f"Error: {said}")
+    assert err.count("\n") == 1
+
+
+def test_every_setting_is_a_flag() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    flags = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", shown)}
+    assert set(Settings.field_names()) - {"model"} <= flags
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from holdover.cli import app; app(['serve', '--help'], standalone_mode=False); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    loaded = set(done.stdout.split("\n")[-2].split())
+    assert "holdover.serve.settings" in loaded
+    assert loaded & {"torch", "diffusers", "fastapi", "uvicorn", "numpy"} == set()
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, err = run("--port", str(port))
+    assert code == 1
+    assert err.startswith(f"Error: Cannot listen on 127.0.0.1 port {port}: Address already in use")
+
+
+# The model
+
+
+def test_a_model_that_is_not_there_ends_the_server(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="cannot be served"), running(model=str(tmp_path / "nothing")):
+        pass
+
+
+def test_a_cache_without_constants_ends_the_server(tmp_path: Path) -> None:
+    settings = json.dumps({"profile": str(tmp_path / "none.json")})
+    with pytest.raises(ServeError, match=r"none\.json"), running(cache_backend="mag_cache", cache_config=settings):
+        pass
+
+
+def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
+    pipe = prompted_flux()
+    pipe.transformer.save_pretrained(tmp_path / "transformer", safe_serialization=False)
+    pipe.scheduler.save_pretrained(tmp_path / "scheduler")
+    index = (
+        '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"], '
+        '"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}'
+    )
+    (tmp_path / "model_index.json").write_text(index)
+    assert list((tmp_path / "transformer").glob("*.bin"))
+    with pytest.raises((OSError, ValueError), match="safetensors"):
+        load(Settings(model=str(tmp_path)))
+
+
+def test_a_pipeline_with_a_vae_says_what_it_can() -> None:
+    painter = Painter("tiny", prompted_flux())
+    facts = painter.facts
+    assert (facts.pipeline, facts.transformer) == ("FluxPipeline", "FluxTransformer2DModel")
+    assert (facts.size, facts.multiple, facts.fixed, facts.partial_images) == ((64, 64), 16, False, True)
+
+
+# Before the model is there
+
+
+def test_until_the_model_is_loaded_the_server_asks_for_patience() -> None:
+    """The application without its start: it is as if the model were loading for ever."""
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            drawing = await client.post("/v1/images/generations", json={"prompt": "x"})
+            return [drawing, *[await client.get(path) for path in ("/ready", "/v1/models", "/v1/cache")]]
+
+    for answer in asyncio.run(ask()):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_loading"
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_server_in_this_process_ends_with_its_block() -> None:
+    with running(cache_backend="mag_cache") as server:
+        answer = httpx.post(
+            f"{server.url}/v1/images/generations", json={"prompt": "ghost", "steps": 2, "guidance": 1.0}, timeout=60
+        )
+        assert answer.json()["data"][0]["holdover"]["method"] == "mag_cache"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'max_batch'?"), running(max_bach=3):
+        pass
