@@ -31,6 +31,7 @@ REFERENCE = {
     "holdover.teacache": "TeaCache and its parts.",
     "holdover.magcache": "MagCache and its parts.",
     "holdover.cache_dit_backend": "The methods of the cache-dit library, and adapters for models.",
+    "holdover.plan": "The planned cache.",
     "holdover.compare": "Methods beside uncached pictures and beside fewer steps.",
     "holdover.metrics": "How far two pictures are apart.",
     "holdover.report": "A comparison as one HTML file.",
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 def pages() -> dict[Path, str]:
     """Every file with generated text in it, as it should be."""
     docs = ROOT / "docs"
-    methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit"}
+    methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit", "plan": "plan"}
     by_method = {docs / "methods" / f"{page}.md": settings(method) for page, method in methods.items()}
     return {
         docs / "models.md": models_page(),

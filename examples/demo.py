@@ -44,7 +44,7 @@ CELL, PICTURE, LABEL, GAP = 124, 112, 252, 14
 def comparison() -> Comparison:
     """What is drawn: every prompt under every candidate that this version has."""
     known = [Method(name, tuple(settings.items())) for name, settings in CANDIDATES if name in methods()]
-    return Comparison(PROMPTS, tuple(known), steps=30, batch_size=len(PROMPTS))
+    return Comparison(PROMPTS, tuple(known), steps=30, batch_size=len(PROMPTS), clock="cpu")
 
 
 def identical(pipe: Any) -> None:

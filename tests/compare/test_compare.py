@@ -118,6 +118,16 @@ def test_the_batch_size_does_not_change_the_noise(pipe: Any) -> None:
     assert one == pytest.approx(four, abs=0.05)
 
 
+def test_the_processor_s_time_needs_one_thread(pipe: Any) -> None:
+    assert compare(pipe, spec(clock="cpu")).reference.mean_seconds > 0
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ConfigError, match="one thread"):
+            compare(pipe, spec(clock="cpu"))
+    finally:
+        torch.set_num_threads(1)
+
+
 class TestWarmUp:
     def test_it_changes_no_picture(self, pipe: Any) -> None:
         cold, warm, whole = (compare(pipe, spec(HOLDS, warmup=steps)).row("holds") for steps in (0, 2, 8))

@@ -1,4 +1,4 @@
-"""The policy that computes every step."""
+"""Schedules that are given: every step, or those of a plan."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.grid import Grid
-from holdover.policies.base import schedule
-from holdover.policies.static import ASKED, AlwaysCompute
+from holdover.policies.base import FIRST, NOTHING_HELD, schedule
+from holdover.policies.static import ADDED, ASKED, BETWEEN, SCHEDULED, AlwaysCompute, Scheduled
 
 relaxed = settings(deadline=None)
 
@@ -41,3 +41,41 @@ def test_states_are_made_anew() -> None:
     first, second = policy.start(), policy.start()
     policy.decide(3, None, first)
     assert second.anchor is None
+
+
+@relaxed
+@given(first=st.integers(0, 5), length=st.integers(1, 40), data=st.data())
+def test_a_schedule_is_kept_to_the_step(first: int, length: int, data: st.DataObject) -> None:
+    grid = Grid(first + length, first=first)
+    computed = frozenset({first, *data.draw(st.sets(st.integers(first, first + length - 1)))})
+    decisions = schedule(Scheduled(computed), grid)
+    assert {first + i for i, decision in enumerate(decisions) if decision.compute} == computed
+    assert decisions[0] is FIRST
+    assert set(decisions[1:]) <= {SCHEDULED, BETWEEN}
+
+
+def test_a_step_added_while_it_runs_is_computed_and_says_so() -> None:
+    added: set[int] = set()
+    policy = Scheduled(frozenset({0, 4}), added)
+    state = policy.start()
+    made = [policy.decide(0, None, state), policy.decide(1, None, state)]
+    added.add(2)
+    made += [policy.decide(step, None, state) for step in (2, 3, 4)]
+    assert made == [FIRST, BETWEEN, ADDED, BETWEEN, SCHEDULED]
+    assert state.anchor == 4
+
+
+def test_a_scheduled_step_is_computed_where_nothing_is_held() -> None:
+    """What was held does not fit any more: the runtime has set the anchor to None."""
+    policy = Scheduled(frozenset({0, 6}))
+    state = policy.start()
+    policy.decide(0, None, state)
+    state.anchor = None
+    assert policy.decide(3, None, state) is NOTHING_HELD
+    assert state.anchor == 3
+    assert policy.decide(4, None, state) is BETWEEN
+
+
+def test_a_branch_that_begins_late_begins_computed() -> None:
+    policy = Scheduled(frozenset({0, 6}))
+    assert policy.decide(3, None, policy.start()) is NOTHING_HELD

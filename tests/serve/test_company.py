@@ -179,7 +179,7 @@ def test_a_full_queue_says_when_to_come_back(small: Server) -> None:
 
 
 def test_sigterm_finishes_what_runs_and_takes_nothing_more(small: Server) -> None:
-    asked = {"prompt": "rocket", "steps": 20, "guidance": 1.0, "seed": 1, "stream": True, "partial_images": 50}
+    asked = {"prompt": "rocket", "steps": 10, "guidance": 1.0, "seed": 1, "stream": True, "partial_images": 50}
     lines: list[str] = []
     begun = threading.Event()
 
@@ -198,7 +198,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_more(small: Server) -> Non
     follower.join()
     done = json.loads([line for line in lines if line.startswith("data:")][-1].removeprefix("data:"))
     assert done["type"] == "image_generation.completed"
-    assert done["holdover"]["computed"] == {"cond": 20}
+    assert done["holdover"]["computed"] == {"cond": 10}
     assert "Traceback" not in small.log
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{small.url}/health")

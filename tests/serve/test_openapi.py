@@ -47,7 +47,7 @@ def test_the_server_keeps_to_its_description(api: Any, verb: str, path: str, mod
     operation = api[path][verb]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     def keeps(case: Any) -> None:
         answer = case.call(timeout=60)
         # No schema says that a PNG is one or that two fields agree; and a limit is answered with 413.

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from holdover.cli import app
-from holdover.errors import ConfigError
+from holdover.errors import ConfigError, EnableError
 from holdover.serve import Settings, create_app, running
 from holdover.serve.launch import ServeError
 from holdover.serve.model import Painter, load
-from tiny.prompted import prompted_flux
+from tiny.prompted import prompted_flux, prompted_wan
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -112,6 +112,11 @@ def test_a_pipeline_with_a_vae_says_what_it_can() -> None:
     assert (facts.size, facts.multiple, facts.fixed, facts.partial_images) == ((64, 64), 16, False, True)
 
 
+def test_a_pipeline_that_draws_no_pictures_is_refused() -> None:
+    with pytest.raises(EnableError, match="draws no pictures"):
+        Painter("tiny", prompted_wan())
+
+
 # Before the model is there
 
 
@@ -138,6 +143,28 @@ def test_a_server_in_this_process_ends_with_its_block() -> None:
         assert answer.json()["data"][0]["holdover"]["method"] == "mag_cache"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
+
+
+def test_an_unexpected_failure_is_told_without_its_details_and_the_next_picture_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a secret of the server")
+
+    with running() as server:
+
+        def draw() -> httpx.Response:
+            asked = {"prompt": "ghost", "steps": 1, "guidance": 1.0}
+            return httpx.post(f"{server.url}/v1/images/generations", json=asked, timeout=60)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Painter, "draw", fail)
+            answer = draw()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+        assert "secret" not in answer.text
+        assert "a secret of the server" in caplog.text
+        assert answer.headers["x-request-id"] in caplog.text
+        assert draw().status_code == 200
 
 
 def test_unknown_settings_are_errors() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,9 @@ class HeldContexts(Held):
     @property
     def nbytes(self) -> int:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
+
+    def mapped(self, change: Callable[[Any], Any]) -> HeldContexts:
+        return self
 
     def mixed(self, terms: Sequence[tuple[float, HeldContexts]]) -> HeldContexts:
         raise TypeError("cache-dit extrapolates what it holds by itself.")

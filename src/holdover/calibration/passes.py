@@ -20,6 +20,7 @@ from ..policies.static import AlwaysCompute
 from ..predictors.newton import newton_weights
 from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
+from ..runtime.extracted import seam_of
 from ..runtime.method import Computed, Method, NoneConfig
 from ..runtime.unit import Unit
 from ..runtime.whole import WholeSeam
@@ -68,34 +69,6 @@ class Trajectory:
         return apart.flatten(1).double().square().mean(1).cpu().numpy()
 
 
-class Reference(Method):
-    """Computes every step, and looks at signals, residuals and outputs."""
-
-    name = "calibrate"
-    observes = True
-    follows = True
-
-    def __init__(self, trajectory: Trajectory, constants: Constants) -> None:
-        super().__init__(NoneConfig())
-        self._trajectory, self._constants = trajectory, constants
-
-    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
-        return AlwaysCompute(needs_signal=True)
-
-    def signal(self, unit: Unit) -> Signal:
-        return self._constants.signals.signal(unit)
-
-    def observe(self, computed: Computed) -> None:
-        self._constants.add(computed)
-
-    def stepped(self, stepped: Stepped) -> None:
-        self._trajectory.add(stepped)
-
-    def finished(self) -> None:
-        self._trajectory.close()
-        self._constants.finish()
-
-
 class Constants:
     """What TeaCache, MagCache and plans at the seam need, of every transformer.
 
@@ -123,16 +96,53 @@ class Constants:
             ratios.finish()
 
 
-class OutputsOnly(Reference):
-    """The same for a model whose blocks cannot be held: only its outputs are looked at."""
+class Outputs(Method):
+    """Computes every step, and keeps the guided outputs and the latents."""
 
-    observes = False
+    name = "calibrate"
+    follows = True
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(NoneConfig())
+        self._trajectory = trajectory
+
+    def crossing(self, unit: Unit) -> Crossing:
+        return WholeSeam(unit)
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
         return AlwaysCompute()
 
+    def stepped(self, stepped: Stepped) -> None:
+        self._trajectory.add(stepped)
+
+    def finished(self) -> None:
+        self._trajectory.close()
+
+
+class Everything(Outputs):
+    """The same, and looks at signals and residuals at the seam."""
+
+    observes = True
+
+    def __init__(self, trajectory: Trajectory, constants: Constants) -> None:
+        super().__init__(trajectory)
+        self._constants = constants
+
     def crossing(self, unit: Unit) -> Crossing:
-        return WholeSeam(unit)
+        return seam_of(unit)
+
+    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+        return AlwaysCompute(needs_signal=True)
+
+    def signal(self, unit: Unit) -> Signal:
+        return self._constants.signals.signal(unit)
+
+    def observe(self, computed: Computed) -> None:
+        self._constants.add(computed)
+
+    def finished(self) -> None:
+        super().finished()
+        self._constants.finish()
 
 
 class Probe(OutputPlan):

@@ -26,7 +26,7 @@ from ..runtime.identity import facts_of
 from ..runtime.method import Method
 from ..runtime.unit import Unit
 from .calls import Caller
-from .passes import Constants, OutputsOnly, Probe, Reference, Trajectory, growth
+from .passes import Constants, Everything, Outputs, Probe, Trajectory, growth
 from .prompts import Prompt, hash_of
 from .shelf import Shelf, grams
 
@@ -74,8 +74,12 @@ class Session:
         count = 3 * (self._caller.steps + 1)
 
         def say(latent: torch.Tensor) -> None:
-            size = count * latent.numel() * 4 / 1e6
-            bar.write(f"keeping {count} latents of {latent.numel() * 4 / 1e6:.1f} MB: {size:.0f} MB, {self._store}")
+            each = latent.numel() * 4 / 1e6
+            text = f"keeping {count} latents of {each:.1f} MB: {count * each:.0f} MB, store={self._store!r}"
+            if bar.disable:
+                logger.info(text)
+            else:
+                bar.write(text)
 
         reference.latents.first = say
 
@@ -90,11 +94,11 @@ class Session:
         self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
     ) -> torch.Tensor | None:
         if not self._whole:
-            return self._run(OutputsOnly(reference, self._constants), prompts, seeds)
+            return self._run(Outputs(reference), prompts, seeds)
         shelves = {name: stack.enter_context(Shelf(self._store)) for name in transformers_of(self._caller.pipe)}
         self._constants.seams = None if self._constants.seams is None else shelves
         try:
-            pictures = self._run(Reference(reference, self._constants), prompts, seeds)
+            pictures = self._run(Everything(reference, self._constants), prompts, seeds)
         except UnsupportedModelError as error:
             logger.warning("Only plans can be made for this model, for its blocks cannot be held: %s", error)
             self._whole = False

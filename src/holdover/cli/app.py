@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from .calibrate import calibrate, tune
 from .compare import compare
 from .generate import generate
 from .models import models
@@ -25,10 +26,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+app.command()(calibrate)
 app.command()(compare)
 app.command()(generate)
 app.command()(models)
 app.command()(serve)
+app.command()(tune)
 
 
 def _version(asked: bool) -> None:

@@ -33,12 +33,13 @@ class _WarmError(Exception):
 def draw(pipe: Any, spec: Comparison, steps: int, after_batch: AfterBatch) -> Drawn:
     """Every prompt with every seed; a picture's noise depends on its seed alone, not on the batch it is in."""
     outputs, seconds, done = [], [], 0
+    clock = time.process_time if spec.clock == "cpu" else time.perf_counter
     for images in _batches(spec):
         synchronise(pipe)
-        begin = time.perf_counter()
+        begin = clock()
         outputs.append(_batch(pipe, spec, steps, images))
         synchronise(pipe)
-        seconds += [(time.perf_counter() - begin) / len(images)] * len(images)
+        seconds += [(clock() - begin) / len(images)] * len(images)
         outputs[-1] = outputs[-1].cpu()
         done += len(images)
         after_batch(done)
@@ -80,6 +81,12 @@ def check_arguments(pipe: Any, spec: Comparison) -> None:
     for name in ("prompt", "generator", "num_inference_steps", "output_type", *asked):
         if name not in known:
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
+
+
+def check_clock(pipe: Any, spec: Comparison) -> None:
+    """The processor's time says something where one thread of it does all the work."""
+    if spec.clock == "cpu" and (torch.device(pipe.device).type != "cpu" or torch.get_num_threads() > 1):
+        raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
 
 
 def synchronise(pipe: Any) -> None:

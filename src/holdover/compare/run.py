@@ -17,7 +17,7 @@ from ..base import CacheBackend
 from ..errors import ConfigError
 from ..runtime.backend import cache_of
 from .candidates import Candidate, Custom, FewerSteps, Method, Strips, Yielded
-from .draw import check_arguments, draw, warm_up
+from .draw import check_arguments, check_clock, draw, warm_up
 from .environment import environment
 from .folder import Folder
 from .measure import Ruler
@@ -52,6 +52,7 @@ def compare(
     if cache_of(pipe) is not None:
         raise ConfigError("There is a cache on this pipeline; disable it before comparing.")
     check_arguments(pipe, spec)
+    check_clock(pipe, spec)
     place = Folder(folder) if isinstance(folder, (Path, str)) else folder
     if place is not None:
         place.prepare()

@@ -30,6 +30,7 @@ class MagCacheConfig(Config):
     profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
     interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are taken to another step count")
     calibration_path: str | None = setting(None, doc="where a calibration is saved as a profile")
+    hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
 from ..policies.static import AlwaysCompute
 from ..profiles import MagCacheProfile, MagCacheRatios, find, save
 from ..runtime.method import STANDARD, Computed, Method
+from ..runtime.packing import packing
 from ..runtime.passes import Passes
 from ..runtime.unit import Unit
 from .calibration import Calibration
@@ -35,6 +36,7 @@ class MagCacheMethod(Method):
         self._passes: dict[Unit, Passes] = {}
         self.calibration = Calibration() if config.calibrating else None
         self.observes = config.calibrating
+        self.packing = packing(config.hold_in)
 
     @property
     def declared_steps(self) -> int:

@@ -6,7 +6,7 @@ overrides how the residual is computed or applied is followed to the letter, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,11 +110,15 @@ class StrategyResiduals(Held):
     def mixed(self, terms: Sequence[tuple[float, StrategyResiduals]]) -> StrategyResiduals:
         streams = zip(*(r.main for _, r in terms), strict=True)
         sums = [weighted_sum(zip((w for w, _ in terms), stream, strict=True)) for stream in streams]
-        return StrategyResiduals(sums[0] if isinstance(self.value, torch.Tensor) else (sums[0], sums[1]))
+        return StrategyResiduals((sums[0], sums[1]) if isinstance(self.value, tuple) else sums[0])
+
+    def mapped(self, change: Callable[[Any], Any]) -> StrategyResiduals:
+        changed = [change(tensor) for tensor in self.main]
+        return StrategyResiduals((changed[0], changed[1]) if isinstance(self.value, tuple) else changed[0])
 
     @property
     def main(self) -> tuple[torch.Tensor, ...]:
-        return (self.value,) if isinstance(self.value, torch.Tensor) else tuple(self.value)
+        return self.value if isinstance(self.value, tuple) else (self.value,)
 
     @property
     def nbytes(self) -> int:

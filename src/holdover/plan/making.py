@@ -10,13 +10,13 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..grid import Grid
-from ..profiles import Certificate, Profile
+from ..profiles import Certificate, Profile, Schedule
 from .config import DEFAULT_BUDGET, PlanConfig
 from .kernel import Array, Kernel
 from .plan import Plan
 from .planner import Choice, Planner
 from .response import euler, response_of
-from .rollout import Course, Ranges, Weights, least_squares
+from .rollout import DEPTH, Course, Ranges, Weights, least_squares
 from .schedules import growing
 from .target import Target, steps_for
 
@@ -83,7 +83,10 @@ class PlanMaker:
         """The weights of the held steps of a schedule; none where Newton's extrapolation serves."""
         if self._settings.predictor == "hold":
             return _held(computed, setting.ranges)
-        return planner.weights(computed) if planner is not None and self.fitted else {}
+        if planner is None or not self.fitted:
+            return {}
+        tried = next((known for known in self._tried(setting) if known.computed == tuple(computed)), None)
+        return planner.weights(computed) if tried is None else _weights_of(tried, setting.ranges)
 
     def seam_weights(self, setting: Setting, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
         """The same for residuals at the seam, each fitted to the residual it stands for."""
@@ -108,15 +111,15 @@ class PlanMaker:
         budget = steps_for(DEFAULT_BUDGET if settings.budget is None else settings.budget, setting.length)
         if planner is None:
             return Choice(_windows(setting, budget), "growing window, nothing measured", 0.0)
-        return self._refined(budget, setting, planner) or planner.frontier[max(budget, len(setting.ranges))]
+        tried = next((known for known in self._tried(setting) if len(known.computed) == budget), None)
+        if tried is not None:
+            return planner.judged(tried.computed, tried.origin)
+        return planner.frontier[max(budget, len(setting.ranges))]
 
-    def _refined(self, budget: int, setting: Setting, planner: Planner) -> Choice | None:
-        """A schedule that was tried on the model itself, if there is one for this grid."""
-        assert self._profile is not None
-        for known in self._profile.facts.schedules:
-            if len(known.computed) == budget and np.allclose(known.noise, setting.noise) if _whole(setting) else False:
-                return planner.judged(known.computed, known.origin)
-        return None
+    def _tried(self, setting: Setting) -> list[Schedule]:
+        """The schedules that were tried on the model itself, on this grid and with this scheduler."""
+        facts = None if self._profile is None else self._profile.facts
+        return [] if facts is None else [s for s in facts.schedules if _applies(s, setting)]
 
     def _aimed(self, target: Target, setting: Setting, planner: Planner | None) -> Choice:
         """The fastest schedule that is certified for a target, or expected to meet it."""
@@ -132,17 +135,8 @@ class PlanMaker:
 
     def certificate(self, target: Target, setting: Setting) -> Certificate | None:
         """The certificate of the fastest plan that meets a target on this grid."""
-        if self._profile is None or not _whole(setting):
-            return None
-        scheduler = type(setting.scheduler).__name__
-        fitting = [
-            c
-            for c in self._profile.facts.certificates
-            if _covers(Target.parsed(c.target), target)
-            and c.scheduler == scheduler
-            and len(c.noise) == setting.grid.count
-            and np.allclose(c.noise, setting.noise)
-        ]
+        known = () if self._profile is None else self._profile.facts.certificates
+        fitting = [c for c in known if _covers(Target.parsed(c.target), target) and _applies(c, setting)]
         return min(fitting, key=lambda c: len(c.computed), default=None)
 
     def _told(self, choice: Choice, setting: Setting) -> str:
@@ -157,9 +151,24 @@ def _covers(certified: Target, wanted: Target) -> bool:
     return certified.metric == wanted.metric and certified.least >= wanted.least
 
 
-def _whole(setting: Setting) -> bool:
-    """Whether every step of the grid runs, in one transformer."""
-    return setting.ranges == ((0, setting.grid.count - 1),)
+def _applies(tried: Schedule | Certificate, setting: Setting) -> bool:
+    """Whether what was tried is what runs now: the same grid and scheduler, all steps, in one transformer."""
+    return (
+        setting.ranges == ((0, setting.grid.count - 1),)
+        and tried.scheduler == type(setting.scheduler).__name__
+        and len(tried.noise) == setting.grid.count
+        and np.allclose(tried.noise, setting.noise)
+    )
+
+
+def _weights_of(tried: Schedule, ranges: Ranges) -> dict[int, Weights]:
+    """The weights of a schedule that was tried, by held step."""
+    left, found = list(tried.weights), {}
+    for step, before in sorted(_anchors(tried.computed, ranges).items()):
+        anchors = tuple(before[-DEPTH:])
+        found[step] = Weights(anchors, tuple(left[: len(anchors)]))
+        del left[: len(anchors)]
+    return found
 
 
 def _given(schedule: tuple[int, ...], setting: Setting, planner: Planner | None) -> Choice:

@@ -42,12 +42,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule that was tried on the model itself, for one grid."""
+    """A schedule that was tried on the model itself, for one grid and scheduler.
+
+    `weights` are those of its held steps one after the other, each over the last computed steps, four at most.
+    """
 
     noise: tuple[float, ...]
+    scheduler: str
     computed: tuple[int, ...]
+    weights: tuple[float, ...]
     origin: str
-    psnr: float | None = None
+    psnr: float
 
 
 @dataclass(frozen=True)

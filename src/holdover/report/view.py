@@ -163,6 +163,7 @@ def _facts(results: Results) -> tuple[tuple[str, str], ...]:
         "Seeds": ", ".join(map(str, settings["seeds"])),
         "Batch": str(settings["batch_size"]),
         "Arguments": ", ".join(f"{key}={value}" for key, value in settings["arguments"].items()),
+        "Clock": "the processor's time, on one thread" if settings["clock"] == "cpu" else "the clock on the wall",
         "Versions": f"{versions}, Python {here['python']}",
         "Date": results.date[:10],
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,9 @@ class ExtractedResiduals(Held):
 
     def mixed(self, terms: Sequence[tuple[float, ExtractedResiduals]]) -> ExtractedResiduals:
         return ExtractedResiduals(weighted_sum((w, r._value) for w, r in terms))
+
+    def mapped(self, change: Callable[[Any], Any]) -> ExtractedResiduals:
+        return ExtractedResiduals(change(self._value))
 
     def added_to(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states + self._value

@@ -14,6 +14,7 @@ from ..predictors.linear import Hold, Predictor
 from ..stats import GenerationStats, StepRecord
 from .branches import Branches
 from .method import Method
+from .packing import AS_IS, Packing
 from .residuals import Held
 from .signals import PlannedChanges
 from .unit import Unit
@@ -26,6 +27,7 @@ class Track:
     policy: Policy
     state: Any
     predictor: Predictor = field(default_factory=Hold)
+    packing: Packing = AS_IS
     fits: Any = None
     signal: torch.Tensor | None = None
     seen: int | None = None
@@ -55,7 +57,7 @@ class Track:
     def store(self, step: int, held: Held) -> None:
         """Remember a computed step, and no more steps than the predictor needs."""
         self.anchors.append(step)
-        self.residuals.append(held)
+        self.residuals.append(held if self.packing is AS_IS else held.mapped(self.packing.pack))
         depth = self.predictor.depth
         del self.anchors[:-depth], self.residuals[:-depth]
 
@@ -63,7 +65,9 @@ class Track:
         """What the blocks would add at a held step."""
         if not self.residuals:
             raise RuntimeError("The policy holds a step before any was computed.")
-        *others, last = self.residuals
+        *others, last = (
+            self.residuals if self.packing is AS_IS else [held.mapped(self.packing.unpack) for held in self.residuals]
+        )
         held: Held = last.weighted(others, self.predictor.weights(step, self.anchors))
         return held
 
@@ -114,7 +118,7 @@ class Generation:
         if track is None:
             grid = self._grids[unit]
             policy, predictor = self.method.policy(unit, branch, grid), self.method.predictor(unit, branch, grid)
-            track = self._tracks[unit, branch] = Track(policy, policy.start(), predictor)
+            track = self._tracks[unit, branch] = Track(policy, policy.start(), predictor, self.method.packing)
         return track
 
     def note(self, record: StepRecord, unit: Unit) -> None:

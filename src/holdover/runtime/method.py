@@ -17,6 +17,7 @@ from ..predictors.linear import Hold, Predictor
 from .calls import Crossing
 from .clock import Stepped
 from .extracted import seam_of
+from .packing import AS_IS, Packing
 from .passes import Passes
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Method(ABC):
     holds = True
     observes = False
     follows = False
+    packing: Packing = AS_IS
 
     def __init__(self, config: Config) -> None:
         self.config = config

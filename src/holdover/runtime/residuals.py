@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,10 @@ class Held(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """The memory they take."""
+
+    @abstractmethod
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        """The same with every tensor changed: packed, or unpacked again."""
 
     @abstractmethod
     def mixed(self, terms: Sequence[tuple[float, Self]]) -> Self:
@@ -74,10 +78,18 @@ class Residuals(Held):
         return summed
 
     def mixed(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
-        sum_ = Residuals.__new__(Residuals)
-        sum_.cut, sum_._place, sum_._first, sum_._sides = self.cut, self._place, self._first, self._sides
-        sum_._values = {place: weighted_sum((w, r._values[place]) for w, r in terms) for place in self._values}
-        return sum_
+        sums = {place: weighted_sum((w, r._values[place]) for w, r in terms) for place in self._values}
+        return self._with(sums, self._sides)
+
+    def mapped(self, change: Callable[[Any], Any]) -> Residuals:
+        values = {place: change(value) for place, value in self._values.items()}
+        return self._with(values, {at: change(side) for at, side in self._sides.items()})
+
+    def _with(self, values: dict[int, torch.Tensor], sides: dict[tuple[int, int], torch.Tensor]) -> Residuals:
+        other = Residuals.__new__(Residuals)
+        other.cut, other._place, other._first = self.cut, self._place, self._first
+        other._values, other._sides = values, sides
+        return other
 
     @property
     def main(self) -> tuple[torch.Tensor, ...]:

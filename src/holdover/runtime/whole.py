@@ -42,6 +42,9 @@ class HeldOutput(Held):
         weights = [weight for weight, _ in terms]
         return HeldOutput(self._template, [weighted_sum(zip(weights, column, strict=True)) for column in columns])
 
+    def mapped(self, change: Callable[[Any], Any]) -> HeldOutput:
+        return HeldOutput(self._template, [change(tensor) for tensor in self._tensors])
+
     @property
     def main(self) -> tuple[torch.Tensor, ...]:
         return self._tensors[:1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from .. import __version__
 from . import refusals
@@ -19,7 +19,7 @@ from .asked import Asked, size_name
 from .assets import page_file
 from .choice import described
 from .compare import compared
-from .drawing import Delivery, events, made, picture, together, usage
+from .drawing import Delivery, Stream, made, picture, together, usage
 from .errors import ApiError
 from .front import Front
 from .metrics import CONTENT_TYPE, Metrics
@@ -86,8 +86,7 @@ async def generate(body: ImageRequest, request: Request) -> Any:
     state.worker.waiting.put(tickets)
     state.metrics.waiting.set(len(state.worker.waiting))
     if body.stream:
-        stream = events(asked, tickets[0], deliveries[0])
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return Stream(asked, tickets[0], deliveries[0])
     finished = await together(request, tickets, deliveries)
     as_url = body.response_format == "url"
     return ImagesResponse(

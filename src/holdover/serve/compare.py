@@ -31,7 +31,7 @@ def _picture(name: str, text: str, max_size: int) -> torch.Tensor:
         if max(image.size) > max_size:
             raise too_large(f"{name} is {image.width}x{image.height}; the longest side may have {max_size}.", name)
         pixels = np.array(image.convert("RGB"))
-    except (binascii.Error, UnidentifiedImageError, OSError, ValueError, SyntaxError):
+    except (binascii.Error, UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError):
         raise invalid(f"{name} is not a PNG in base64.", name) from None
     return torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
 

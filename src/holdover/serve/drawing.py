@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .asked import Asked, size_name
 from .errors import ApiError, client_gone
@@ -65,8 +67,23 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def events(asked: Asked, ticket: Ticket, delivery: Delivery) -> AsyncIterator[str]:
+class Stream(StreamingResponse):
     """A picture as it forms, as server-sent events; when the client goes away, it is called off."""
+
+    def __init__(self, asked: Asked, ticket: Ticket, delivery: Delivery) -> None:
+        super().__init__(
+            _events(asked, delivery), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ticket.cancel()
+
+
+async def _events(asked: Asked, delivery: Delivery) -> AsyncIterator[str]:
     shown = 0
     try:
         while isinstance(event := await delivery.next(), Partial):
@@ -75,8 +92,6 @@ async def events(asked: Asked, ticket: Ticket, delivery: Delivery) -> AsyncItera
         yield _sent(await _completed(asked, event))
     except ApiError as error:
         yield f"event: error\ndata: {json.dumps(error.body)}\n\n"
-    finally:
-        ticket.cancel()
 
 
 def _sent(event: PartialImage | Completed) -> str:

@@ -19,6 +19,7 @@ from .metrics import Metrics
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _GUARDED = ("/v1/", "/metrics")
 _OFTEN = ("/health", "/ready", "/metrics", "/page/{name}")
 _SAFETY = {
@@ -68,12 +69,14 @@ class Front:
     def _knows(self, authorization: str) -> bool:
         """Compares with every key, in a time that tells nothing about them."""
         scheme, _, key = authorization.partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
+        given = key.strip().encode("latin-1")  # the bytes that were sent
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
     def _count(self, scope: Scope, status: int, seconds: float, name: str) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.requests.labels(route, scope["method"], str(status)).inc()
+        verb = scope["method"] if scope["method"] in _VERBS else "other"
+        self._metrics.requests.labels(route, verb, str(status)).inc()
         self._metrics.latency.labels(route).observe(seconds)
         level = logging.DEBUG if route in _OFTEN else logging.INFO
         logger.log(level, "%s %s %d %.3f s %s", scope["method"], route, status, seconds, name)

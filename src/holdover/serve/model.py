@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from transformers import PreTrainedTokenizerBase
 
+from ..errors import EnableError
 from ..runtime.backend import transformers_of
 from ..zoo import MODELS
 from ..zoo.emoji import STYLES, WEIGHTS, EmojiPipeline
@@ -58,6 +61,7 @@ class Painter:
 
         width, height = job.size
         negatives = [ticket.negative_prompt or "" for ticket in tickets]
+        watched = {"callback_on_step_end": step_end} if "callback_on_step_end" in self.facts.parameters else {}
         output = self.pipeline(
             [ticket.prompt for ticket in tickets],
             height=height,
@@ -65,7 +69,7 @@ class Painter:
             num_inference_steps=job.steps,
             generator=[torch.Generator().manual_seed(ticket.seed) for ticket in tickets],
             output_type="pt",
-            callback_on_step_end=step_end,
+            **watched,
             **dict(job.guidance),
             **({"negative_prompt": negatives} if job.negative else {}),
         )
@@ -74,7 +78,7 @@ class Painter:
     def text_tokens(self, prompt: str) -> int:
         """How many tokens the prompt has; 0 where the pipeline has no tokenizer to ask."""
         tokenizer = self.pipeline.components.get("tokenizer")
-        return 0 if tokenizer is None else len(tokenizer(prompt)["input_ids"])
+        return len(tokenizer(prompt)["input_ids"]) if isinstance(tokenizer, PreTrainedTokenizerBase) else 0
 
 
 def load(settings: Settings) -> Painter:
@@ -94,6 +98,8 @@ def _place(settings: Settings) -> tuple[torch.device, torch.dtype]:
 
 
 def _facts(name: str, pipeline: Any, partial_images: bool) -> Facts:
+    if not isinstance(getattr(pipeline, "image_processor", None), VaeImageProcessor):
+        raise EnableError(f"{type(pipeline).__name__} draws no pictures that this server could send.")
     parameters = inspect.signature(pipeline.__call__).parameters
     steps = parameters["num_inference_steps"].default
     transformer = next(iter(transformers_of(pipeline).values()))

@@ -124,9 +124,9 @@ class Worker:
         job, begin = batch[0].job, time.monotonic()
         try:
             with self._switch.on(job.choice) as cache:
-                watch = self._watcher(job, batch, cache)
-                pictures = self.painter.draw(job, batch, watch)
+                pictures = self.painter.draw(job, batch, self._watcher(job, batch, cache))
                 stats = cache.stats().last
+            self._deliver(batch, pictures, stats, begin)
         except CalledOffError:
             self._metrics.cancelled.inc(len(batch))
         except HoldoverError as error:
@@ -136,8 +136,6 @@ class Worker:
         except Exception:
             logger.exception("requests %s failed", ", ".join(ticket.request_id for ticket in batch))
             _fail(batch, internal())
-        else:
-            self._deliver(batch, pictures, stats, begin)
 
     def _watcher(self, job: Job, batch: Sequence[Ticket], cache: CacheBackend) -> OnStep:
         """Called after each step: ends a generation that nobody waits for, and shows pictures as they are."""

@@ -28,6 +28,7 @@ class TeaCacheConfig(Config):
     transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
     profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
     signal: str | None = setting(None, doc="which of the model's signals to compare")
+    hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from ..models.registry import INPUT
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from ..runtime.method import Method
+from ..runtime.packing import packing
 from ..runtime.unit import Unit
 from .config import UNNAMED, TeaCacheConfig
 
@@ -66,6 +67,7 @@ class TeaCacheMethod(Method):
         super().__init__(config)
         self._settings = config
         self._constants: dict[Unit, _Constants] = {}
+        self.packing = packing(config.hold_in)
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
         constants = self._constants[unit] = self._resolve(unit, pipeline)

@@ -19,15 +19,21 @@ from ..profiles import Profile
 _MEASURES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"psnr": psnr, "ssim": ssim}
 
 
+def _silent() -> None:
+    """Nobody wants to know."""
+
+
+def _never(values: list[float]) -> bool:
+    """All pictures are drawn."""
+    return False
+
+
 class Trials:
     """Prompts with their uncached pictures; a context manager that lets go of the pictures."""
 
-    def __init__(
-        self, caller: Caller, profile: Profile, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1
-    ) -> None:
-        self._caller, self._profile = caller, profile
-        self._parts = list(batches(prompts, batch_size, seed))
-        self.count = len(prompts)
+    def __init__(self, caller: Caller, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1) -> None:
+        self._caller = caller
+        self.parts = list(batches(prompts, batch_size, seed))
         self._stack = ExitStack()
         self._pictures = self._stack.enter_context(Shelf("cpu"))
 
@@ -38,18 +44,13 @@ class Trials:
         self._stack.close()
 
     @property
-    def steps(self) -> int:
-        """The number of steps of each generation."""
-        return len(self._profile.facts.noise)
-
-    @property
     def runs(self) -> int:
         """How many calls of the pipeline one trial takes."""
-        return len(self._parts)
+        return len(self.parts)
 
-    def reference(self, done: Callable[[], Any]) -> None:
+    def reference(self, done: Callable[[], Any] = _silent) -> None:
         """Generate the uncached pictures."""
-        for prompts, seeds in self._parts:
+        for prompts, seeds in self.parts:
             pictures = self._caller(prompts, seeds)
             if pictures is None:
                 raise HoldoverError(f"{type(self._caller.pipe).__name__} gives no pictures to compare.")
@@ -57,14 +58,19 @@ class Trials:
             done()
 
     def values(
-        self, metric: str, computed: tuple[int, ...], done: Callable[[], Any], enough: Callable[[list[float]], bool]
+        self,
+        profile: Profile,
+        metric: str,
+        computed: tuple[int, ...],
+        done: Callable[[], Any] = _silent,
+        enough: Callable[[list[float]], bool] = _never,
     ) -> list[float]:
         """The quality of each picture under a schedule; stops early once `enough` of them tell."""
-        backend = PlanBackend(PlanConfig(profile=self._profile, schedule=computed, guard=False))
+        backend = PlanBackend(PlanConfig(profile=profile, schedule=computed, guard=False))
         backend.enable(self._caller.pipe)
         found: list[float] = []
         try:
-            for index, (prompts, seeds) in enumerate(self._parts):
+            for index, (prompts, seeds) in enumerate(self.parts):
                 pictures = self._caller(prompts, seeds)
                 assert pictures is not None
                 found += _MEASURES[metric](pictures.cpu(), self._pictures[index]).tolist()

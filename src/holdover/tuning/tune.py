@@ -73,7 +73,7 @@ def tune(
     candidates = _candidates(planner_for(profile).frontier, wanted, profile.facts.psnr_offset)
     caller = Caller(pipe, len(profile.facts.noise), profile.facts.guidance, {**dict(profile.facts.call), **call})
     tried: list[Tried] = []
-    with quiet(pipe), Trials(caller, profile, chosen, seed, batch_size) as trials:
+    with quiet(pipe), Trials(caller, chosen, seed, batch_size) as trials:
         total = trials.runs * (1 + len(candidates))
         with tqdm(total=total, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
             trials.reference(bar.update)
@@ -82,7 +82,7 @@ def tune(
                 def hopeless(values: list[float]) -> bool:
                     return _below(values, wanted) > most
 
-                values = trials.values(wanted.metric, choice.computed, bar.update, hopeless)
+                values = trials.values(profile, wanted.metric, choice.computed, bar.update, hopeless)
                 passed = not hopeless(values)
                 offset = profile.facts.psnr_offset
                 expected = None if offset is None or wanted.metric != "psnr" else choice.psnr(offset)

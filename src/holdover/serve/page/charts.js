@@ -27,12 +27,12 @@ const shape = (tag, attributes, text) => {
 
 const [HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [220, 30, 12, 26, 36];
 
-/** PSNR over speed-up: points that were tried, and the frontier of the profile where the server knows one. */
+/** PSNR over how many times fewer forwards are computed: points that were tried, and the frontier of the profile where the server knows one. */
 export function plot(root, points, frontier) {
   const WIDTH = Math.max(260, root.clientWidth); // in pixels, so that letters keep their size
   const all = [...points, ...frontier];
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
-  svg.setAttribute("aria-label", points.map((p) => `${p.label}: ${p.speed.toFixed(2)} times, ${p.psnr.toFixed(1)} decibels`).join("; ") || "Nothing tried yet");
+  svg.setAttribute("aria-label", points.map((p) => `${p.label}: ${p.speed.toFixed(2)} times fewer, ${p.psnr.toFixed(1)} decibels`).join("; ") || "Nothing tried yet");
   const right = Math.max(4, Math.ceil(Math.max(0, ...all.map((p) => p.speed))));
   const decibels = all.map((p) => p.psnr);
   const [low, high] = [Math.min(20, ...decibels.map((d) => Math.floor(d / 10) * 10)), Math.max(50, ...decibels.map((d) => Math.ceil(d / 10) * 10))];
@@ -42,7 +42,7 @@ export function plot(root, points, frontier) {
     svg.append(shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(d), y2: y(d) }), shape("text", { class: "tick end", x: LEFT - 8, y: y(d) + 4 }, d));
   }
   for (let s = 1; s <= right; s += 1) svg.append(shape("text", { class: "tick middle", x: x(s), y: HEIGHT - BOTTOM + 18 }, `${s}×`));
-  svg.append(shape("text", { class: "axis end", x: WIDTH - RIGHT, y: HEIGHT - 3 }, "speed-up"), shape("text", { class: "axis", x: 0, y: 12 }, "PSNR, dB"));
+  svg.append(shape("text", { class: "axis end", x: WIDTH - RIGHT, y: HEIGHT - 3 }, "times fewer forwards"), shape("text", { class: "axis", x: 0, y: 12 }, "PSNR, dB"));
   if (frontier.length > 1) svg.append(shape("polyline", { class: "frontier", points: frontier.map((p) => `${x(p.speed)},${y(p.psnr)}`).join(" ") }));
   points.forEach((point, i) => {
     const dot = shape("circle", { class: `dot ${point.method} ${i === points.length - 1 ? "latest" : ""}`, cx: x(point.speed), cy: y(point.psnr), r: i === points.length - 1 ? 7 : 5 });

@@ -171,7 +171,7 @@ async function conclude(plain, cached, cache) {
   $("psnr").textContent = equal ? "identical" : `${psnr.toFixed(1)} dB`;
   $("forwards").textContent = `${computed} of ${computed + held}`;
   $("bytes").textContent = bytes(cached.holdover.held_bytes);
-  state.points.push({ method: cache.method, speed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
+  state.points.push({ method: cache.method, speed: (computed + held) / computed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
   redraw();
 }
 

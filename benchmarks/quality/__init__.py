@@ -1,0 +1,1 @@
+"""How near cached pictures stay to the uncached ones: plans, their peers and fewer steps, on the model in the box."""

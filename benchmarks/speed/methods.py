@@ -1,0 +1,212 @@
+"""What is measured: holdover's methods, and beside them those of diffusers and of cache-dit by themselves.
+
+Random weights make decisions that depend on data meaningless. MagCache's and a plan's do not; the others get a schedule
+they would not have chosen, and their rows say so (`forced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import holdover
+from holdover.plan.schedules import growing
+from holdover.profiles import MagCacheProfile, shipped
+
+from .loop import BRANCH, Pipeline
+
+EVERY = 4  # a forced schedule computes every fourth step and the last: 14 of 50
+MAG = {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}
+MAG_CAREFUL = {"mag_threshold": 0.06, "mag_max_skip_steps": 3, "mag_retention_ratio": 0.2}
+# A polynomial of 1 everywhere adds 1 a step; the signal is still computed and read at every step.
+TEA_FORCED = {"coefficients": (0.0, 1.0), "rel_l1_thresh": EVERY - 0.5}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A method that is on: what to do before a generation and before a step, and what was computed."""
+
+    begin: Callable[[], object] = lambda: None
+    before: Callable[[int], None] | None = None
+    trace: Callable[[], str | None] = lambda: None
+    notes: Callable[[], list[str]] = list
+    caches: bool = True
+
+
+PutOn = Callable[[Pipeline, int], AbstractContextManager[Session]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the table."""
+
+    label: str
+    by: str
+    put_on: PutOn
+    floor: str | None = None
+    forced: bool = False
+    chief: bool = True
+
+
+UNCACHED = Candidate("no cache", "", lambda pipe, steps: nullcontext(Session(caches=False)))
+
+
+def ours(method: str, **settings: Any) -> PutOn:
+    """A method of holdover."""
+
+    @contextmanager
+    def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
+        with holdover.enable(pipe, method, **settings) as cache:
+            yield Session(trace=lambda: _trace(cache.stats()), notes=lambda: list(cache.stats().notes))
+
+    return put_on
+
+
+def _trace(stats: holdover.Stats) -> str:
+    return "" if stats.last is None else stats.last.trace(BRANCH)
+
+
+def planned(count: Callable[[int], int]) -> PutOn:
+    """A plan with a schedule given, for as many steps as there are."""
+    return lambda pipe, steps: ours("plan", schedule=growing(steps, count(steps)), predictor="newton")(pipe, steps)
+
+
+def share(count: int) -> Callable[[int], int]:
+    """As large a part of the steps as `count` is of 50; at least two."""
+    return lambda steps: max(2, round(steps * count / 50))
+
+
+def diffusers_own(
+    make: Callable[[int], Any], before: Callable[[Pipeline], Callable[[int], None]] | None = None
+) -> PutOn:
+    """A cache of diffusers, by its config."""
+
+    @contextmanager
+    def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
+        with as_it_was(pipe.transformer):
+            pipe.transformer.enable_cache(make(steps))
+            try:
+                yield Session(pipe.transformer._reset_stateful_cache, None if before is None else before(pipe))
+            finally:
+                pipe.transformer.disable_cache()
+
+    return put_on
+
+
+def mag_ratios(name: str) -> list[float]:
+    """The ratios of a shipped profile."""
+    found: MagCacheProfile = next(p for p in shipped("mag_cache") if p.name == name)
+    return list(found.ratios(BRANCH))
+
+
+def _diffusers_mag(ratios: str) -> Callable[[int], Any]:
+    from diffusers import MagCacheConfig
+
+    return lambda steps: MagCacheConfig(
+        threshold=0.24, max_skip_steps=5, retention_ratio=0.1, num_inference_steps=steps, mag_ratios=mag_ratios(ratios)
+    )
+
+
+def _first_block(steps: int) -> Any:
+    from diffusers import FirstBlockCacheConfig
+
+    return FirstBlockCacheConfig(threshold=0.1)
+
+
+def _taylor(steps: int) -> Any:
+    from diffusers import TaylorSeerCacheConfig
+
+    return TaylorSeerCacheConfig(cache_interval=5)
+
+
+def _force_first_block(pipe: Pipeline) -> Callable[[int], None]:
+    """Set the threshold before each step so that it computes as scheduled; the comparison itself still runs."""
+    registries = [m._diffusers_hook for m in pipe.transformer.modules() if hasattr(m, "_diffusers_hook")]
+    hooks = [hook for registry in registries for hook in registry.hooks.values() if hasattr(hook, "threshold")]
+
+    def before(step: int) -> None:
+        for hook in hooks:
+            hook.threshold = -1.0 if step % EVERY == 0 else float("inf")
+
+    return before
+
+
+@contextmanager
+def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
+    """cache-dit by itself, F1B0, told beforehand which steps to compute."""
+    import cache_dit
+
+    def config() -> Any:
+        mask = cache_dit.steps_mask(mask_policy="ultra", total_steps=steps)
+        return cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            max_continuous_cached_steps=-1,
+            num_inference_steps=steps,
+            steps_computation_mask=mask,
+            steps_computation_policy="static",
+        )
+
+    with as_it_was(pipe.transformer):
+        cache_dit.enable_cache(pipe.transformer, cache_config=config())
+        try:
+            yield Session(lambda: cache_dit.refresh_context(pipe.transformer, cache_config=config(), verbose=False))
+        finally:
+            cache_dit.disable_cache(pipe.transformer)
+
+
+@contextmanager
+def as_it_was(transformer: nn.Module) -> Iterator[None]:
+    """Take off what a peer leaves on the modules: cache-dit's patched forwards outlive its disable_cache."""
+    before = [(vars(module), dict(vars(module))) for module in transformer.modules()]
+    try:
+        yield
+    finally:
+        for attributes, saved in before:
+            attributes.clear()
+            attributes.update(saved)
+
+
+def candidates(ratios: str, everything: bool) -> list[Candidate]:
+    """The rows of one model after the uncached one, the most important first and the peers last."""
+    forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
+    rows = [
+        Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
+        Candidate("plan, K = 10 of 50", "holdover", planned(share(10)), "scheduler"),
+        Candidate("tea_cache", "holdover", ours("tea_cache", **TEA_FORCED), "no blocks", forced=True),
+        Candidate("plan, K = 8 of 50", "holdover", planned(share(8)), "scheduler", chief=False),
+        Candidate("plan, K = 15 of 50", "holdover", planned(share(15)), "scheduler", chief=False),
+        Candidate(
+            "mag_cache 0.06/3/0.2",
+            "holdover",
+            ours("mag_cache", profile=ratios, **MAG_CAREFUL),
+            "no blocks",
+            chief=False,
+        ),
+        Candidate("cache_dit F1B0", "holdover", ours("cache_dit", **forced_scm), "first block", forced=True),
+        Candidate("MagCache 0.24/5/0.1", "diffusers", diffusers_own(_diffusers_mag(ratios)), "no blocks"),
+        Candidate(
+            "first block",
+            "diffusers",
+            diffusers_own(_first_block, _force_first_block),
+            "first block",
+            True,
+            chief=False,
+        ),
+        Candidate("TaylorSeer, interval 5", "diffusers", diffusers_own(_taylor), chief=False),
+        Candidate("F1B0", "cache-dit", cache_dit_own, "first block", forced=True),
+    ]
+    return [row for row in rows if everything or row.chief]
+
+
+def computing_all(ratios: str, steps: int) -> dict[str, PutOn]:
+    """Methods set so that they compute every step: their latents must be those of the uncached run, bit for bit."""
+    return {
+        "mag_cache": ours("mag_cache", profile=ratios, mag_threshold=0.0),
+        "tea_cache": ours("tea_cache", coefficients=(0.0, 1.0), rel_l1_thresh=0.0),
+        "plan": ours("plan", schedule=tuple(range(steps)), predictor="newton"),
+    }

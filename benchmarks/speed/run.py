@@ -1,0 +1,189 @@
+"""The sections of a run: the table of each model, eager and compiled, and what grows on FLUX."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .floors import floors
+from .loop import Pipeline
+from .measure import against_ideal, first_line, identity, measured
+from .methods import UNCACHED, Candidate, candidates
+from .models import MODELS, Model, Shape
+from .results import Results
+
+COMPILE_S = 100.0  # left in the budget before blocks are compiled; without it the mode waits for the next run
+TINY = Shape(64, 64, text=6)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run was asked for."""
+
+    tiny: bool = False
+    whole: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def steps(self) -> int:
+        return 6 if self.tiny else 50
+
+    def shape(self, model: Model) -> Shape:
+        return replace(TINY, frames=min(model.shape.frames, 5)) if self.tiny else model.shape
+
+
+class Table:
+    """The rows of one model: eager, with compiled blocks, and compiled whole."""
+
+    def __init__(self, name: str, options: Options, results: Results) -> None:
+        self._name, self._options, self._results = name, options, results
+        self._model = MODELS[name]
+        self._shape = options.shape(self._model)
+        self._rows = candidates(self._model.ratios, self._model.everything)
+        self._uncached: dict[str, dict[str, Any]] = {}
+        self._floors: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Measure what is lacking."""
+        modes = ["eager", "compiled", *(["whole"] if self._options.whole and self._name == "flux" else [])]
+        lacking = [mode for mode in modes if self._results.lacking(self._identities(mode))]
+        if not lacking:
+            return
+        pipe = built(self._name, self._options, self._shape)
+        self._floors = floors(pipe)
+        self._baseline(pipe, "eager")
+        if "eager" in lacking:
+            self._mode(pipe, "eager")
+        for mode in lacking[lacking[0] == "eager" :]:
+            self._results.check_time(0 if self._options.tiny else COMPILE_S)
+            compile_(pipe, mode, self._options)
+            self._baseline(pipe, mode)
+            self._mode(pipe, mode)
+
+    def _identities(self, mode: str) -> Iterator[dict[str, Any]]:
+        for row in self._rows_in(mode):
+            yield self._identity(mode, row)
+        yield self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
+
+    def _rows_in(self, mode: str) -> list[Candidate]:
+        """All rows; of the model compiled as a whole, holdover's chief ones."""
+        return [row for row in self._rows if mode != "whole" or (row.by == "holdover" and row.chief)]
+
+    def _identity(self, mode: str, row: Candidate) -> dict[str, Any]:
+        return identity_of("table", self._name, self._shape, self._options.steps) | {
+            "mode": mode,
+            "by": row.by,
+            "label": row.label,
+            "title": self._model.title,
+        }
+
+    def _baseline(self, pipe: Pipeline, mode: str) -> None:
+        """The uncached run; measured anew in every process, because others are compared with it."""
+        stop = min(self._model.uncached_steps, self._options.steps)
+        row = measured(pipe, UNCACHED, self._options.steps, stop)
+        if "wall_s" in row:
+            row["seconds"] = row["wall_s"] * self._options.steps / row["measured_steps"]
+        self._uncached[mode] = row
+        self._results.add(self._identity(mode, UNCACHED) | row | {"floors_ms": self._floors})
+
+    def _mode(self, pipe: Pipeline, mode: str) -> None:
+        self._identical(pipe, mode)
+        for candidate in self._rows_in(mode):
+            asked = self._identity(mode, candidate)
+            if not self._results.needs(asked):
+                continue
+            self._results.check_time()
+            row = measured(pipe, candidate, self._options.steps)
+            if "raised" not in row:
+                row |= {"seconds": row["wall_s"]} | self._beside_uncached(row, mode)
+                row |= against_ideal(row, self._floors.get(candidate.floor or ""))
+            self._results.add(asked | {"forced": candidate.forced} | row)
+
+    def _identical(self, pipe: Pipeline, mode: str) -> None:
+        asked = self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
+        if self._results.needs(asked):
+            found = identity(pipe, self._model.ratios, self._options.steps)
+            self._results.add(asked | {"identical": found})
+
+    def _beside_uncached(self, row: dict[str, Any], mode: str) -> dict[str, Any]:
+        """Speed-ups over the uncached runs of this process, and memory beyond the one in the same mode."""
+        plain = self._uncached[mode]
+        over = {name: u["seconds"] / row["wall_s"] for name, u in self._uncached.items() if "seconds" in u}
+        if row["peak_bytes"] is None or "peak_bytes" not in plain:
+            return {"speedup": over}
+        return {"speedup": over, "bytes_over_uncached": row["peak_bytes"] - plain["peak_bytes"]}
+
+
+def identity_of(section: str, model: str, shape: Shape, steps: int) -> dict[str, Any]:
+    """The part of a row that says what is drawn."""
+    return {"section": section, "model": model, "shape": str(shape), "batch": shape.batch, "steps": steps}
+
+
+def built(name: str, options: Options, shape: Shape) -> Pipeline:
+    """A pipeline of that model, after whatever the last one left was let go."""
+    torch._dynamo.reset()
+    gc.collect()
+    if not options.tiny:
+        torch.cuda.empty_cache()
+    transformer = MODELS[name].build(options.device, options.tiny)
+    return Pipeline(transformer, MODELS[name].inputs_for(transformer, shape))
+
+
+def compile_(pipe: Pipeline, mode: str, options: Options) -> None:
+    """Compile the blocks, or the transformer as a whole; a tiny run only traces."""
+    how = {"backend": "eager"} if options.tiny else {}
+    if mode == "compiled":
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, **how)
+        return
+    for module in pipe.transformer.modules():
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
+    pipe.transformer = torch.compile(pipe.transformer, **how)
+
+
+def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:
+    """What grows, what is drawn, in how many steps."""
+    if tiny:
+        return [("resolution", TINY, 6), ("batch", replace(TINY, batch=2), 6), ("steps", TINY, 12)]
+    small = Shape(512, 512)
+    return [
+        *(("batch", replace(small, batch=batch), 50) for batch in (1, 2, 4, 8)),
+        *(("steps", small, steps) for steps in (20, 50, 100)),
+        *(("resolution", Shape(side, side), 50) for side in (512, 1024, 1536, 2048)),
+    ]
+
+
+def growth(options: Options, results: Results) -> None:
+    """What a step costs beyond the ideal as pictures, batches and step counts grow; FLUX, eager."""
+    model, transformer = MODELS["flux"], None
+    chosen = [
+        row for row in candidates(model.ratios, True) if row.label in ("mag_cache 0.24/5/0.1", "plan, K = 10 of 50")
+    ]
+    for axis, shape, steps in growth_points(options.tiny):
+        for row in chosen:
+            asked = identity_of("growth", "flux", shape, steps) | {"mode": axis, "by": row.by, "label": row.label}
+            if not results.needs(asked):
+                continue
+            results.check_time()
+            if transformer is None:
+                transformer = built("flux", options, shape).transformer
+            results.add(asked | _grown(Pipeline(transformer, model.inputs_for(transformer, shape)), row, steps))
+
+
+def _grown(pipe: Pipeline, candidate: Candidate, steps: int) -> dict[str, Any]:
+    try:
+        floor = floors(pipe)[candidate.floor or ""]
+    except Exception as error:
+        return {"raised": first_line(error)}
+    row = measured(pipe, candidate, steps)
+    if "raised" in row:
+        return row
+    row |= against_ideal(row, floor)
+    return row | {"overhead_ms_per_step": (row["wall_s"] - row["ideal_s"]) * 1e3 / steps}

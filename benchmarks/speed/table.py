@@ -1,0 +1,156 @@
+"""The result file as Markdown; knows JSON and text, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HEAD = (
+    "method",
+    "computed + held",
+    "seconds",
+    "over eager",
+    "over same mode",
+    "over ideal",
+    "held step, GPU ms",
+    "held step, host ms",
+    "waits in 10 steps",
+    "memory",
+)
+MODES = {"eager": "eager", "compiled": "compiled blocks", "whole": "compiled as a whole"}
+NONE_YET = "Nothing is measured yet: `python -m benchmarks.speed` writes `benchmarks/results/speed.json`."
+
+Row = dict[str, Any]
+
+
+def markdown(path: Path) -> str:
+    """Every table of a result file, or a line that says there is none."""
+    if not path.exists():
+        return NONE_YET
+    figures = json.loads(path.read_text("utf-8"))
+    rows: list[Row] = figures["rows"]
+    parts = [*models(rows), growth(rows), box(rows), where(figures["runs"], rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def models(rows: Sequence[Row]) -> list[str]:
+    """One table for each model and mode."""
+    parts = []
+    of_table = [row for row in rows if row["section"] == "table"]
+    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in of_table):
+        chosen = [row for row in of_table if (row["model"], row["mode"]) == (model, mode)]
+        plain = next((row for row in chosen if row["label"] == "no cache"), {})
+        shown = [line(row, plain) for row in sorted(chosen, key=_rank) if row["label"] != "identical"]
+        head = f"**{chosen[0]['title']}**, {chosen[0]['shape']}, {chosen[0]['steps']} steps, {MODES[mode]}"
+        parts += [head + identical(chosen), table(HEAD, shown)]
+    if any(row.get("forced") for row in of_table):
+        parts.append("\\* the schedule is forced: random weights decide nothing.")
+    return parts
+
+
+def _rank(row: Row) -> int:
+    return ("", "holdover", "diffusers", "cache-dit").index(row["by"])
+
+
+def identical(rows: Sequence[Row]) -> str:
+    """Which methods gave the uncached latents when they computed every step."""
+    found = next((row["identical"] for row in rows if row["label"] == "identical"), {})
+    same = [name for name, equal in found.items() if equal is True]
+    other = [name for name in found if name not in same]
+    said = [f"bit for bit when every step is computed: {', '.join(same)}"] if same else []
+    said += [f"**not** so: {', '.join(other)}"] if other else []
+    return "".join(f"; {each}" for each in said)
+
+
+def line(row: Row, plain: Row) -> list[str]:
+    name = f"{row['by']} {row['label']}".strip() + ("\\*" if row.get("forced") else "")
+    if "raised" in row:
+        return [name, f"raises {row['raised']}", *[""] * (len(HEAD) - 2)]
+    return [
+        name,
+        f"{row['computed']} + {row['held']}" if row["by"] else str(row["steps"]),
+        f"{row['seconds']:.2f}",
+        _times(row.get("speedup", {}).get("eager")),
+        _times(row.get("speedup", {}).get(row["mode"])),
+        _figure(row.get("over_ideal"), "+.1%"),
+        _figure(row["gpu_forward_ms"]["held"], ".3f"),
+        _figure(row["host_ms"]["held"], ".2f"),
+        _waits(row, plain),
+        _figure(_megabytes(row), "+.0f MB"),
+    ]
+
+
+def _figure(value: float | None, form: str) -> str:
+    number, _, unit = form.partition(" ")
+    return "" if value is None else f"{value:{number}}" + (f" {unit}" if unit else "")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _waits(row: Row, plain: Row) -> str:
+    """Waits of the host beyond those of the uncached loop."""
+    own, usual = row.get("waits"), plain.get("waits")
+    if not own or not usual or row is plain:
+        return ""
+    return str(sum(own[kind] - usual[kind] for kind in ("operations", "events")))
+
+
+def _megabytes(row: Row) -> float | None:
+    extra = row.get("bytes_over_uncached")
+    return None if extra is None else extra / 1e6
+
+
+def growth(rows: Sequence[Row]) -> str:
+    """What a step costs beyond the ideal as work grows."""
+    shown = [
+        [row["mode"], row["shape"], str(row["batch"]), str(row["steps"]), row["label"], *_grown(row)]
+        for row in rows
+        if row["section"] == "growth"
+    ]
+    head = ("grows", "pixels", "batch", "steps", "method", "computed step, ms", "beyond the ideal, ms a step")
+    return f"**What grows, FLUX.1-dev, eager**\n\n{table(head, shown)}" if shown else ""
+
+
+def _grown(row: Row) -> list[str]:
+    if "raised" in row:
+        return [f"raises {row['raised']}", ""]
+    return [f"{row['gpu_ms']['computed']:.1f}", f"{row['overhead_ms_per_step']:.3f}"]
+
+
+def box(rows: Sequence[Row]) -> str:
+    """The model in the box on the card and on the processor."""
+    shown = [
+        [row["shape"], row["mode"], row["label"], *_boxed(row)]
+        for row in rows
+        if row["section"] == "box" and "first_image_s" not in row
+    ]
+    head = ("device", "mode", "method", "seconds a picture", "over no cache")
+    return f"**The model in the box, one picture of 50 steps**\n\n{table(head, shown)}" if shown else ""
+
+
+def _boxed(row: Row) -> list[str]:
+    if "raised" in row:
+        return [f"raises {row['raised']}", ""]
+    return [f"{row['wall_s']:.3f}", _times(row.get("speedup"))]
+
+
+def where(runs: Sequence[Row], rows: Iterable[Row]) -> str:
+    """The machines and versions the rows come from."""
+    used = sorted({row["run"] for row in rows})
+    told = dict.fromkeys(_machine(runs[index]) for index in used)
+    return "\n".join(f"- {each}" for each in told)
+
+
+def _machine(run: Row) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    return f"{run['date'][:10]}, {run['card'] or run['cpu']}, Python {run['python']}, {versions}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in each) + " |" for each in lines)

@@ -1,0 +1,83 @@
+"""On pipelines of every kind: all steps computed is bit-identical, and a plan is kept in every branch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdover
+from holdover.plan.schedules import growing
+from snapshots import denoiser, differences
+from tiny.pipelines import PIPELINES, run
+
+NAMES = [
+    "FluxPipeline",
+    "FluxPipeline[true_cfg]",
+    "FluxImg2ImgPipeline",
+    "FluxControlNetPipeline",
+    "Flux2Pipeline",
+    "ChromaPipeline",
+    "HunyuanImagePipeline[interval]",
+    "StableDiffusion3Pipeline",
+    "StableDiffusion3Pipeline[skip_layers]",
+    "StableDiffusion3Pipeline[cutoff]",
+    "QwenImagePipeline",
+    "PixArtSigmaPipeline",
+    "SanaPipeline",
+    "Lumina2Pipeline[cfg_trunc]",
+    "ZImagePipeline[cfg_truncation]",
+    "HiDreamImagePipeline",
+    "WanPipeline[cutoff]",
+    "WanPipeline[ti2v]",
+    "WanPipeline[2.2]",
+    "LTXPipeline",
+    "CogVideoXPipeline[5b]",
+    "HunyuanVideoPipeline",
+    "MochiPipeline",
+    "CosmosTextToWorldPipeline",
+    "StableAudioPipeline",
+]
+STEPS = 8
+BUDGET = 3
+LATE = ("nothing to hold yet", "the inputs have another shape, dtype or device")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def built(request):
+    tiny = PIPELINES[request.param]
+    pipe = tiny.build()
+    return tiny, pipe, run(pipe, **tiny.call(steps=STEPS))
+
+
+def test_every_step_computed_is_bit_identical(built):
+    tiny, pipe, plain = built
+    with holdover.enable(pipe, "plan", budget=STEPS) as cache:
+        assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain)
+        assert cache.stats().held == 0
+        assert cache.stats().computed > 0
+
+
+def test_a_plan_is_kept_in_every_branch_and_leaves_nothing_behind(built):
+    tiny, pipe, plain = built
+    before = denoiser(pipe)
+    with holdover.enable(pipe, "plan", budget=BUDGET) as cache:
+        first, second = run(pipe, **tiny.call(steps=STEPS)), run(pipe, **tiny.call(steps=STEPS))
+        generation = cache.stats().last
+        assert "computed (growing window, nothing measured)" in str(cache.stats())
+    assert differences(before, denoiser(pipe)) == []
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all()
+    assert not torch.equal(first, plain)
+    assert_kept(generation)
+
+
+def assert_kept(generation):
+    """Scheduled steps are computed and the others held, but that each branch and expert begins computed."""
+    start = min(visit.step for visit in generation.visits)
+    expected = {start + step for step in growing(generation.steps, BUDGET)}
+    begun = set()
+    for visit in generation.visits:
+        starts = visit.transformer not in begun
+        begun.add(visit.transformer)
+        expected |= {visit.step} if starts else set()
+        assert visit.computed == (visit.step in expected) or visit.reason in LATE

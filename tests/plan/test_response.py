@@ -1,0 +1,142 @@
+"""Any scheduler as a linear map, found by running it."""
+
+from __future__ import annotations
+
+import copy
+
+import diffusers as d
+import numpy as np
+import pytest
+import torch
+
+from holdover.grid import Grid
+from holdover.plan.response import euler, response_of
+
+from .trajectories import falling
+
+STEPS = 9
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+LINEAR = {
+    "flow euler": lambda: d.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "flow heun": lambda: d.FlowMatchHeunDiscreteScheduler(shift=3.0),
+    "dpm++ 2": lambda: d.DPMSolverMultistepScheduler(**FLOW),
+    "dpm++ 3": lambda: d.DPMSolverMultistepScheduler(**FLOW, solver_order=3),
+    "unipc": lambda: d.UniPCMultistepScheduler(**FLOW),
+    "ddim": lambda: d.DDIMScheduler(clip_sample=False),
+    "euler": lambda: d.EulerDiscreteScheduler(),
+}
+
+
+def started(name: str) -> d.SchedulerMixin:
+    scheduler = LINEAR[name]()
+    scheduler.set_timesteps(STEPS)
+    return scheduler
+
+
+def grid_of(scheduler: d.SchedulerMixin, first: int = 0) -> Grid:
+    noise = tuple(float(t) / 1000 for t in scheduler.timesteps)
+    return Grid(len(noise), noise, first=first)
+
+
+def run_on(scheduler: d.SchedulerMixin, outputs: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Every latent of a generation from zero noise, as a pipeline would make them."""
+    latent = torch.zeros_like(outputs[0])
+    latents = [latent] * (first + 1)
+    for step in range(first, len(outputs)):
+        latent = scheduler.step(outputs[step], scheduler.timesteps[step], latent, return_dict=False)[0]
+        latents.append(latent)
+    return torch.stack(latents)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_response_is_what_the_scheduler_does_to_tensors(name):
+    scheduler = started(name)
+    grid = grid_of(scheduler)
+    response = response_of(scheduler, grid)
+    assert response.shape == (grid.count + 1, grid.count)
+    outputs = torch.randn(grid.count, 1, 4, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    latents = run_on(scheduler, outputs)
+    expected = torch.einsum("ts,sbchw->tbchw", torch.from_numpy(response), outputs)
+    assert torch.allclose(latents.double(), expected, rtol=1e-4, atol=1e-4 * float(latents.abs().max()))
+    assert np.abs(np.triu(response)).max() == 0.0
+
+
+def test_flow_euler_is_eulers_formula():
+    scheduler = started("flow euler")
+    grid = grid_of(scheduler)
+    assert response_of(scheduler, grid) == pytest.approx(euler(np.array(grid.noise)), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_users_scheduler_is_left_alone(name):
+    scheduler = started(name)
+    before = copy.deepcopy(vars(scheduler))
+    response_of(scheduler, grid_of(scheduler))
+    after = vars(scheduler)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, after[key])
+        elif isinstance(value, np.ndarray):
+            assert np.array_equal(value, after[key])
+        else:
+            assert value == after[key]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_scheduler_that_has_run_answers_as_before_its_first_step(name):
+    """After a generation, and in the middle of one, the scheduler remembers outputs that are no part of the map."""
+    scheduler = started(name)
+    grid = grid_of(scheduler)
+    expected = response_of(scheduler, grid)
+    outputs = torch.randn(grid.count, 1, 4, 3, 3, generator=torch.Generator().manual_seed(1))
+    latent = torch.zeros(1, 4, 3, 3)
+    for step, output in enumerate(outputs):
+        latent = scheduler.step(output, scheduler.timesteps[step], latent, return_dict=False)[0]
+        if step in (2, 3, grid.count - 1):
+            found = response_of(scheduler, grid)
+            assert found is not None
+            assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        d.EulerAncestralDiscreteScheduler(),
+        d.DDPMScheduler(),
+        d.DDIMScheduler(clip_sample=True, clip_sample_range=0.1),
+        d.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+        d.LCMScheduler(),
+    ],
+    ids=lambda scheduler: type(scheduler).__name__,
+)
+def test_noise_and_clipping_are_not_linear(scheduler):
+    scheduler.set_timesteps(STEPS)
+    state = torch.get_rng_state()
+    assert response_of(scheduler, grid_of(scheduler)) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["flow euler", "dpm++ 2", "unipc", "ddim"])
+def test_image_to_image_begins_late(name):
+    scheduler = started(name)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(3)
+    grid = grid_of(scheduler, first=3)
+    response = response_of(scheduler, grid)
+    assert not response[:, :3].any()
+    assert not response[:4].any()
+    outputs = torch.randn(grid.count, 1, 4, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.einsum("ts,sbchw->tbchw", torch.from_numpy(response), outputs)
+    latents = run_on(scheduler, outputs, first=3)
+    assert torch.allclose(latents.double(), expected, rtol=1e-4, atol=1e-4 * float(latents.abs().max()))
+
+
+def test_something_that_is_no_scheduler_gives_nothing():
+    assert response_of(object(), Grid(4, (1.0, 0.75, 0.5, 0.25))) is None
+
+
+def test_euler_ends_where_the_noise_ends():
+    response = euler(falling(5), first=2)
+    assert response[5] == pytest.approx([0, 0, -0.2, -0.2, -0.2])
+    assert not response[:3].any()

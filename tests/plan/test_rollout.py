@@ -1,0 +1,122 @@
+"""What a plan does on paper is what it does to tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from diffusers import DPMSolverMultistepScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdover.grid import Grid
+from holdover.plan.response import euler, response_of
+from holdover.plan.rollout import DEPTH, Course, Weights, error_of, fit, least_squares
+
+from .trajectories import WIDTH, falling, kernel_of, mean_square, outputs, smooth_kernel
+
+relaxed = settings(deadline=None, max_examples=30)
+seeds = st.integers(0, 10**6)
+
+
+def multistep(steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise levels and response of DPM-Solver++ in its flow form."""
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler.set_timesteps(steps)
+    noise = scheduler.timesteps.double().numpy() / 1000
+    response = response_of(scheduler, Grid(steps, tuple(noise)))
+    assert response is not None
+    return noise, response
+
+
+@relaxed
+@given(steps=st.integers(3, 40), seed=seeds, data=st.data())
+def test_the_gram_error_is_the_error_of_real_tensors(steps, seed, data):
+    step = data.draw(st.integers(1, steps - 1))
+    anchors = sorted(data.draw(st.sets(st.integers(0, step - 1), min_size=1, max_size=4)))
+    values = data.draw(st.lists(st.floats(-3, 3), min_size=len(anchors), max_size=len(anchors)))
+    vectors = outputs(falling(steps), seed)
+    wrong = vectors[step] - np.asarray(values) @ vectors[anchors]
+    found = error_of(Weights(tuple(anchors), tuple(values)), step, vectors @ vectors.T / WIDTH)
+    assert found == pytest.approx(mean_square(wrong), rel=1e-9, abs=1e-9)
+
+
+@relaxed
+@given(steps=st.integers(6, 40), seed=seeds, data=st.data())
+def test_no_other_weights_predict_better(steps, seed, data):
+    step = data.draw(st.integers(2, steps - 1))
+    anchors = sorted(data.draw(st.sets(st.integers(0, step - 1), min_size=1, max_size=4)))
+    gram = smooth_kernel(steps, seed).mean
+    best = least_squares(anchors, step, gram)
+    error = error_of(best, step, gram)
+    random = np.random.default_rng(seed)
+    slack = 1e-6 * gram[step, step]  # the ridge gives away so much
+    for size in (1e-3, 1e-1, 1.0):
+        other = np.asarray(best.values) + size * random.normal(size=len(anchors))
+        assert error <= error_of(Weights(best.anchors, tuple(other)), step, gram) + slack
+
+
+def test_fitting_finds_weights_that_are_there():
+    gram = smooth_kernel(12, 5).mean
+    features = np.eye(12)[[0, 4, 9]]
+    assert fit(features, np.array([0.5, -0.25, 2.0]) @ features, gram) == pytest.approx([0.5, -0.25, 2.0], abs=1e-3)
+
+
+def rolled_out(vectors, response, table):
+    """The generation itself: outputs by the table, latents by the response; the start is zero."""
+    made = np.zeros_like(vectors)
+    for step in range(len(vectors)):
+        held = table.get(step)
+        made[step] = vectors[step] if held is None else np.asarray(held.values) @ made[list(held.anchors)]
+    return response @ made
+
+
+@pytest.mark.parametrize("grid", ["euler", "multistep"])
+@settings(deadline=None, max_examples=10)
+@given(seed=seeds, data=st.data())
+def test_errors_on_paper_are_those_of_a_rollout(grid, seed, data):
+    noise, response = (falling(14), euler(falling(14))) if grid == "euler" else multistep(14)
+    computed = {0, *data.draw(st.sets(st.integers(0, 13), max_size=7))}
+    generations = [outputs(noise, seed + i) for i in range(3)]
+    course = Course(kernel_of(noise, generations), response)
+    table = course.weights(computed, ((0, 13),))
+    assert set(table) == set(range(14)) - computed
+    paper = course.errors(table)
+    for errors, vectors in zip(paper, generations, strict=True):
+        apart = rolled_out(vectors, response, table) - response @ vectors
+        assert errors == pytest.approx([mean_square(row) for row in apart], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("grid", ["euler", "multistep"])
+def test_each_held_step_leads_back_to_the_uncached_trajectory_as_well_as_it_can(grid):
+    """Changing the weights of one held step never brings the next latent nearer."""
+    noise, response = (falling(14), euler(falling(14))) if grid == "euler" else multistep(14)
+    vectors = outputs(noise, 7)
+    course = Course(kernel_of(noise, [vectors]), response)
+    table = course.weights({0, 2, 5, 9}, ((0, 13),))
+    random = np.random.default_rng(0)
+    reference = response @ vectors
+    for step, held in table.items():
+        before = {s: w for s, w in table.items() if s < step}
+        own = mean_square((rolled_out(vectors, response, {**before, step: held}) - reference)[step + 1])
+        for size in (1e-3, 1e-1):
+            values = np.asarray(held.values) + size * random.normal(size=len(held.values))
+            changed = rolled_out(vectors, response, {**before, step: Weights(held.anchors, tuple(values))})
+            assert own <= mean_square((changed - reference)[step + 1]) + 1e-6
+
+
+def test_held_steps_are_made_of_the_last_computed_steps_of_their_own_range():
+    course = Course(smooth_kernel(12, 1), euler(falling(12)))
+    table = course.weights({0, 1, 2, 3, 4, 6, 9}, ((0, 5), (6, 11)))
+    assert {step: weights.anchors for step, weights in table.items()} == {
+        5: (1, 2, 3, 4),
+        7: (6,),
+        8: (6,),
+        10: (6, 9),
+        11: (6, 9),
+    }
+    assert DEPTH == 4
+
+
+def test_nothing_held_has_no_error():
+    course = Course(smooth_kernel(12, 1), euler(falling(12)))
+    assert not course.errors({}).any()

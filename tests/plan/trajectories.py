@@ -1,0 +1,37 @@
+"""Smooth trajectories as explicit vectors, so that everything on paper can be compared with the thing itself."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdover.plan.kernel import Kernel
+
+Array = NDArray[np.float64]
+WIDTH = 40  # values in a latent
+
+
+def outputs(noise: Array, seed: int, modes: int = 6) -> Array:
+    """The outputs of one generation, one row a step: a few waves in the noise level, the slow ones the largest."""
+    random = np.random.default_rng(seed)
+    waves = np.stack([np.cos(k * np.pi * (1.3 * noise + random.uniform())) for k in range(modes)], axis=1)
+    return waves @ (random.normal(size=(modes, WIDTH)) * 0.5 ** np.arange(modes)[:, None])
+
+
+def falling(steps: int) -> Array:
+    """Noise levels from 1, evenly."""
+    return np.linspace(1.0, 1.0 / steps, steps)
+
+
+def kernel_of(noise: Array, generations: list[Array], growth: Array | None = None) -> Kernel:
+    grams = np.stack([v @ v.T / WIDTH for v in generations])
+    return Kernel(noise, grams, np.zeros((len(generations), len(noise) + 1)) if growth is None else growth)
+
+
+def smooth_kernel(steps: int, seed: int, count: int = 3) -> Kernel:
+    noise = falling(steps)
+    return kernel_of(noise, [outputs(noise, 100 * seed + i) for i in range(count)])
+
+
+def mean_square(vector: Array) -> float:
+    return float(vector @ vector / WIDTH)
