@@ -52,22 +52,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="result file; one that is there is taken up again")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no part begins")
     parser.add_argument("--part", action="append", default=[], help="only parts with this in their name; repeatable")
-    parser.add_argument("--list", action="store_true", help="only list the parts")
     return parser.parse_args()
 
 
 def _run(options: argparse.Namespace, out: Path) -> None:
     import torch
 
-    from .parts import all_parts, measure
+    from .parts import measure
 
-    scale = _scale(options)
-    if options.list:
-        sys.exit("\n".join(all_parts(scale)))
     torch.set_num_threads(1)
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", HoldoverWarning)
-    measure(scale, options.device, out, options.limit, options.part)
+    measure(_scale(options), options.device, out, options.limit, options.part)
 
 
 def _scale(options: argparse.Namespace) -> Scale:

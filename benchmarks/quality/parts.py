@@ -29,9 +29,7 @@ OURS: dict[str, Table] = {"plan": plans.planned, "plan without a profile": plans
 OTHERS: dict[str, Table] = {
     "hold, uniform": plans.held,
     "fewer steps": plans.fewer_steps,
-    "cache_dit DBCache + TaylorSeer 1": peers.cache_dit(1),
-    "cache_dit DBCache + TaylorSeer 2": peers.cache_dit(2),
-    "cache_dit DBCache": peers.cache_dit(None),
+    "cache_dit": peers.cache_dit,
     "diffusers TaylorSeer": peers.diffusers_taylorseer,
     "diffusers first-block": peers.diffusers_first_block,
     "diffusers MagCache": peers.diffusers_mag,

@@ -58,22 +58,22 @@ class Pool:
         return rows
 
 
-def bisect(pool: Pool, make: Callable[[float], Way], budgets: Sequence[int], span: tuple[float, float]) -> None:
-    """Try thresholds until every budget is met as nearly as they allow: a larger one computes fewer steps."""
+def bisect(pool: Pool, make: Callable[[float], Way], budgets: Sequence[int], span: tuple[float, float]) -> list[float]:
+    """Try thresholds until every budget is met as nearly as they allow: a larger one computes fewer steps.
+
+    Returns for each budget the threshold that came nearest from below.
+    """
     seen: list[tuple[float, float]] = []
     for budget in budgets:
         low = max((t for t, computed in seen if computed > budget), default=span[0])
         high = min((t for t, computed in seen if computed <= budget), default=span[1])
-        met = any(budget - SLACK < computed <= budget for _, computed in seen)
-        for _ in range(0 if met else pool.bench.scale.halvings):
-            if high < 1.01 * low:
+        for _ in range(pool.bench.scale.halvings):
+            if high < 1.01 * low or any(budget - SLACK < computed <= budget for _, computed in seen):
                 break
             middle = sqrt(low * high)
-            computed = pool.add(make(middle))
-            seen.append((middle, computed))
-            if budget - SLACK < computed <= budget:
-                break
-            low, high = (middle, high) if computed > budget else (low, middle)
+            seen.append((middle, pool.add(make(middle))))
+            low, high = (middle, high) if seen[-1][1] > budget else (low, middle)
+    return [max(within)[1] for b in budgets if (within := [(c, t) for t, c in seen if c <= b + SLACK])]
 
 
 def spread(candidates: Sequence[Way], most: int) -> list[Way]:

@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def graphs(results: Results, device: str = "cuda", repeats: int = 5) -> None:
-    """Eager, compiled, and compiled with CUDA graphs, one picture at a time; without a card the compiler only traces."""
+    """Eager, compiled, and compiled with CUDA graphs, one picture at a time; without a card it only traces."""
     for mode, how in (("eager", None), ("compiled", {}), ("reduce-overhead", {"mode": "reduce-overhead"})):
         lacking = {label: method for label, method in METHODS.items() if results.needs(_identity(device, mode, label))}
         if not lacking:

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 import holdover
 from holdover.plan.schedules import growing
 from holdover.profiles import MagCacheProfile, shipped
@@ -87,12 +85,11 @@ def diffusers_own(
 
     @contextmanager
     def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
-        with as_it_was(pipe.transformer):
-            pipe.transformer.enable_cache(make(steps))
-            try:
-                yield Session(pipe.transformer._reset_stateful_cache, None if before is None else before(pipe))
-            finally:
-                pipe.transformer.disable_cache()
+        pipe.transformer.enable_cache(make(steps))
+        try:
+            yield Session(pipe.transformer._reset_stateful_cache, None if before is None else before(pipe))
+        finally:
+            pipe.transformer.disable_cache()
 
     return put_on
 
@@ -151,28 +148,15 @@ def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
             steps_computation_policy="static",
         )
 
-    with as_it_was(pipe.transformer):
-        cache_dit.enable_cache(pipe.transformer, cache_config=config())
-        try:
-            yield Session(lambda: cache_dit.refresh_context(pipe.transformer, cache_config=config(), verbose=False))
-        finally:
-            cache_dit.disable_cache(pipe.transformer)
-
-
-@contextmanager
-def as_it_was(transformer: nn.Module) -> Iterator[None]:
-    """Take off what a peer leaves on the modules: cache-dit's patched forwards outlive its disable_cache."""
-    before = [(vars(module), dict(vars(module))) for module in transformer.modules()]
+    cache_dit.enable_cache(pipe.transformer, cache_config=config())
     try:
-        yield
+        yield Session(lambda: cache_dit.refresh_context(pipe.transformer, cache_config=config(), verbose=False))
     finally:
-        for attributes, saved in before:
-            attributes.clear()
-            attributes.update(saved)
+        cache_dit.disable_cache(pipe.transformer)
 
 
 def candidates(ratios: str, everything: bool) -> list[Candidate]:
-    """The rows of one model after the uncached one, the most important first and the peers last."""
+    """The rows of one model after the uncached one, the most important first; cache-dit, which leaves its patches on the model, last."""
     forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
     rows = [
         Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),

@@ -56,16 +56,15 @@ class Table:
         lacking = [mode for mode in modes if self._results.lacking(self._identities(mode))]
         if not lacking:
             return
-        pipe = built(self._name, self._options, self._shape)
-        self._floors = floors(pipe)
-        self._baseline(pipe, "eager")
-        if "eager" in lacking:
-            self._mode(pipe, "eager")
-        for mode in lacking[lacking[0] == "eager" :]:
-            self._results.check_time(0 if self._options.tiny else COMPILE_S)
+        pipe = None
+        for mode in ["eager", *(mode for mode in lacking if mode != "eager")]:
+            self._results.check_time(0 if mode == "eager" or self._options.tiny else COMPILE_S)
+            discard(pipe)  # a peer may have left something on it: each mode begins on a fresh model
+            pipe = built(self._name, self._options, self._shape)
             compile_(pipe, mode, self._options)
             self._baseline(pipe, mode)
             self._mode(pipe, mode)
+        discard(pipe)
 
     def _identities(self, mode: str) -> Iterator[dict[str, Any]]:
         for row in self._rows_in(mode):
@@ -91,6 +90,8 @@ class Table:
         if "wall_s" in row:
             row["seconds"] = row["wall_s"] * self._options.steps / row["measured_steps"]
         self._uncached[mode] = row
+        if mode != "whole":
+            self._floors = floors(pipe)
         self._results.add(self._identity(mode, UNCACHED) | row | {"floors_ms": self._floors})
 
     def _mode(self, pipe: Pipeline, mode: str) -> None:
@@ -137,15 +138,19 @@ def built(name: str, options: Options, shape: Shape) -> Pipeline:
 
 
 def compile_(pipe: Pipeline, mode: str, options: Options) -> None:
-    """Compile the blocks, or the transformer as a whole; a tiny run only traces."""
+    """Compile the blocks, or the transformer as a whole, or nothing; a tiny run only traces."""
     how = {"backend": "eager"} if options.tiny else {}
     if mode == "compiled":
         pipe.transformer.compile_repeated_blocks(fullgraph=True, **how)
-        return
-    for module in pipe.transformer.modules():
-        module._compiled_call_impl = None
-    torch._dynamo.reset()
-    pipe.transformer = torch.compile(pipe.transformer, **how)
+    elif mode == "whole":
+        pipe.transformer = torch.compile(pipe.transformer, **how)
+
+
+def discard(pipe: Pipeline | None) -> None:
+    """Free the weights, whoever still holds the model."""
+    if pipe is not None:
+        for parameter in pipe.transformer.parameters():
+            parameter.data = torch.empty(0)
 
 
 def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:

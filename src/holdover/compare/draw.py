@@ -35,10 +35,10 @@ def draw(pipe: Any, spec: Comparison, steps: int, after_batch: AfterBatch) -> Dr
     outputs, seconds, done = [], [], 0
     clock = time.process_time if spec.clock == "cpu" else time.perf_counter
     for images in _batches(spec):
-        synchronise(pipe)
+        synchronise()
         begin = clock()
         outputs.append(_batch(pipe, spec, steps, images))
-        synchronise(pipe)
+        synchronise()
         seconds += [(clock() - begin) / len(images)] * len(images)
         outputs[-1] = outputs[-1].cpu()
         done += len(images)
@@ -89,11 +89,10 @@ def check_clock(pipe: Any, spec: Comparison) -> None:
         raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
 
 
-def synchronise(pipe: Any) -> None:
-    """Wait for the device, so that the clock sees its work."""
-    device = torch.device(pipe.device)
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def synchronise() -> None:
+    """Wait for the accelerator, if there is one, so that the clock sees its work, also that of an offloaded model."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _batch(pipe: Any, spec: Comparison, steps: int, images: tuple[tuple[str, int], ...], **more: Any) -> torch.Tensor:

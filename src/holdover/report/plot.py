@@ -131,14 +131,14 @@ def _around(axes: Any, point: Point) -> Any:
 
 
 def _settle(axes: Any, text: Any, taken: list[Any]) -> None:
-    right = axes.get_window_extent().x1
+    inside = axes.get_window_extent()
     sides = ((8, "left"), (-8, "right"))
     for lift in (4, -11, 14, -21, 24, -31):
         for offset, side in sides:
             text.set_position((offset, lift))
             text.set_horizontalalignment(side)
             box = text.get_window_extent()
-            if box.x1 <= right and not any(box.overlaps(other) for other in taken):
+            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 return
     taken.append(text.get_window_extent())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -48,8 +50,11 @@ class Metrics:
         """Report the hits of a prompt cache whenever somebody asks."""
         self.registry.register(_PromptCache(cache))
 
-    def drawn(self, record: Record) -> None:
-        """A batch is finished: what its generation was."""
+    def drawn(self, records: Sequence[Record]) -> None:
+        """A batch is finished: how long its pictures waited, and what its generation was."""
+        for one in records:
+            self.queued.observe(one.seconds["queued"])
+        record = records[-1]
         method = record.choice.method
         self.generations.labels(method).observe(record.seconds["generation"])
         self.images.labels(method).inc(record.batch)

@@ -163,13 +163,12 @@ class Worker:
     ) -> None:
         seconds = time.monotonic() - begin
         self.waiting.took(seconds / len(batch))
-        for ticket, picture in zip(batch, pictures, strict=True):
-            record = self._record(ticket, len(batch), stats, begin, seconds)
-            self._metrics.queued.observe(record.seconds["queued"])
+        records = [self._record(ticket, len(batch), stats, begin, seconds) for ticket in batch]
+        self.last = records[-1]
+        self.totals[self.last.choice.method].add(self.last)
+        self._metrics.drawn(records)
+        for ticket, picture, record in zip(batch, pictures, records, strict=True):
             ticket.deliver(Finished(picture, record))
-        self.totals[record.choice.method].add(record)
-        self.last = record
-        self._metrics.drawn(record)
 
     def _record(
         self, ticket: Ticket, batch: int, stats: GenerationStats | None, begin: float, seconds: float

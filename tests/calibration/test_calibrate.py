@@ -1,0 +1,310 @@
+"""One pass over a few generations measures everything, costs little more than they do, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from datetime import date
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+
+import holdover
+from holdover.calibration.prompts import built_in, from_file, hash_of
+from holdover.teacache import estimate_coefficients
+from plan.profiled import calibrated, keywords
+from snapshots import denoiser, differences
+from tiny.pipelines import PIPELINES, run
+from tiny.pipelines_image import quiet
+from tiny.prompted import prompted_flux
+
+FLUX = "FluxPipeline"
+
+
+def measure(pipe, prompts, steps=12, **settings):
+    with quiet():
+        return holdover.calibrate(pipe, prompts, steps, **{"progress": False, **settings})
+
+
+@pytest.fixture
+def flux():
+    tiny = PIPELINES[FLUX]
+    return tiny, tiny.build()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        FLUX,
+        "QwenImagePipeline",
+        "StableDiffusion3Pipeline",
+        "SanaPipeline",
+        "WanPipeline[2.2]",
+        "LTXPipeline",
+        "CogVideoXPipeline",
+        "MochiPipeline",
+        "StableAudioPipeline",
+    ],
+)
+def test_every_kind_of_pipeline_can_be_measured_and_planned(name):
+    tiny = PIPELINES[name]
+    profile = calibrated(name)
+    assert profile.grams.shape == (2, 12, 12)
+    assert profile.growth.shape == (2, 13)
+    assert np.allclose(profile.grams, profile.grams.transpose(0, 2, 1))
+    assert np.linalg.eigvalsh(profile.grams).min() > -1e-6 * profile.grams.max()
+    assert not profile.growth[:, 0].any()
+    pipe = tiny.build()
+    with holdover.enable(pipe, "plan", profile=profile, budget=6) as cache:
+        assert torch.isfinite(run(pipe, **tiny.call(steps=12))).all()
+        assert set(cache.stats().last.computed.values()) <= {1, 2, 3, 4, 5, 6}
+
+
+def test_the_inner_products_are_those_of_the_guided_outputs(flux):
+    tiny, pipe = flux
+    seen = []
+    profile = measure(pipe, [keywords(tiny)], 8, seed=3)
+    hook = pipe.transformer.register_forward_hook(lambda m, a, out: seen.append(out[0].double().flatten()))
+    run(pipe, **tiny.call(steps=8, seed=3))
+    hook.remove()
+    stacked = torch.stack(seen)
+    expected = stacked @ stacked.T / stacked.shape[1]
+    assert profile.grams[0] == pytest.approx(expected.numpy(), rel=1e-9)
+
+
+def test_where_it_comes_from_is_written_down(flux):
+    tiny, pipe = flux
+    prompts = [keywords(tiny), keywords(tiny)]
+    facts = measure(pipe, prompts, 8, guidance_scale=2.5, name="mine", height=64).facts
+    assert (facts.name, facts.pipeline, facts.scheduler) == ("mine", FLUX, "FlowMatchEulerDiscreteScheduler")
+    assert len(facts.noise) == 8
+    assert facts.noise[0] == 1.0
+    ((name, model),) = facts.models
+    assert (name, model.transformer_class, model.dtype) == ("transformer", "FluxTransformer2DModel", "float32")
+    assert (facts.prompts, facts.prompts_hash) == (2, hash_of(prompts))
+    assert facts.date == date.today().isoformat()
+    assert dict(facts.versions)["torch"] == torch.__version__
+    assert set(dict(facts.versions)) == {"holdover", "torch", "diffusers", "transformers"}
+    assert facts.guidance == 2.5
+    assert dict(facts.call) == {"height": 64}
+
+
+def test_the_same_seed_gives_the_same_profile_and_another_one_another(flux):
+    tiny, pipe = flux
+    first, second = (measure(pipe, [keywords(tiny)] * 2, 8) for _ in range(2))
+    other = measure(pipe, [keywords(tiny)] * 2, 8, seed=9)
+    assert first == second
+    assert first.digest == second.digest
+    assert first != other
+
+
+def test_prompts_with_pictures_give_the_same_profile_twice():
+    """What a picture is, not where it lies in memory, tells lists of prompts apart."""
+    tiny = PIPELINES["WanImageToVideoPipeline"]
+    assert hash_of([keywords(tiny)]) == hash_of([keywords(tiny)])
+    large = torch.zeros(100, 100)
+    other = large.clone()
+    other[50, 50] = 1.0
+    assert hash_of([{"prompt_embeds": large}]) != hash_of([{"prompt_embeds": other}])
+
+
+@pytest.mark.parametrize("seams", [False, True])
+def test_where_trajectories_wait_does_not_matter(flux, seams):
+    tiny, pipe = flux
+    profiles = {measure(pipe, [keywords(tiny)], 8, store=store, seams=seams) for store in ("device", "cpu", "disk")}
+    assert len(profiles) == 1
+
+
+def test_prompts_may_run_side_by_side():
+    pipe = prompted_flux()
+    prompts = ["red apple", "a blue dog on the beach"]
+    one, two = (holdover.calibrate(pipe, prompts, 8, batch_size=size, progress=False) for size in (1, 2))
+    assert one.grams == pytest.approx(two.grams, rel=1e-3)
+    assert one.growth == pytest.approx(two.growth, abs=0.05)
+    assert one.facts.psnr_offset == pytest.approx(two.facts.psnr_offset, abs=0.1)
+    assert one.facts.models == two.facts.models
+
+
+def test_residuals_are_measured_where_they_are_asked_for():
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    pipe = tiny.build()
+    assert calibrated("WanPipeline[2.2]").seams == {}
+    profile = measure(pipe, [keywords(tiny)] * 2, 12, seams=True)
+    assert {name: seam.shape for name, seam in profile.seams.items()} == {
+        "transformer": (2, 12, 12),
+        "transformer_2": (2, 12, 12),
+    }
+    assert not profile.seams["transformer"][:, 4:].any()
+    assert (np.diagonal(profile.seams["transformer_2"], axis1=1, axis2=2)[:, 4:] > 0).all()
+    with holdover.enable(pipe, "plan", profile=profile, quantity="seam", budget=6) as cache:
+        assert torch.isfinite(run(pipe, **tiny.call(steps=12))).all()
+        assert cache.stats().last.held_total > 0
+
+
+def test_magcache_ratios_are_those_of_its_own_calibration(flux):
+    tiny, pipe = flux
+    profile = measure(pipe, [keywords(tiny)] * 2, 8)
+    with holdover.enable(pipe, "mag_cache", calibrate=True) as cache:
+        for seed in range(2):
+            run(pipe, **tiny.call(steps=8, seed=seed))
+        own = cache.calibration()
+    assert dict(profile.facts.mag_cache)["transformer"] == own
+
+
+def test_teacache_coefficients_are_those_of_its_own_estimate():
+    tiny = PIPELINES["QwenImagePipeline"]
+    pipe = tiny.build()
+    profile = measure(pipe, [keywords(tiny)] * 2, 8)
+    with quiet():
+        own = estimate_coefficients(pipe, [tiny.call(steps=8, seed=seed) for seed in range(2)])
+    assert dict(profile.facts.tea_cache)["transformer"] == own
+    assert {branch for branch, _ in own.fits} == {"", "cond", "uncond"}
+
+
+def test_four_generations_cost_little_more_than_they_do(flux):
+    """At most a fifth more for the probes, beside what finding and checking the cut takes once a run."""
+    tiny, pipe = flux
+    forwards = []
+    hook = pipe.transformer.proj_out.register_forward_hook(lambda *_: forwards.append(1))
+    measure(pipe, [keywords(tiny)] * 4, 50)
+    hook.remove()
+    once = 3  # the forward that is traced, replayed, and repeated for the probe
+    assert 200 < len(forwards) <= 240 + once
+
+
+def test_the_pipeline_is_what_it_was(flux):
+    tiny, pipe = flux
+    pipe.set_progress_bar_config(desc="mine", disable=True)
+    plain = run(pipe, **tiny.call(steps=8))
+    before, bars = denoiser(pipe), pipe._progress_bar_config
+    measure(pipe, [keywords(tiny)], 8)
+    assert differences(before, denoiser(pipe)) == []
+    assert pipe._progress_bar_config is bars
+    assert torch.equal(run(pipe, **tiny.call(steps=8)), plain)
+
+
+class StopHereError(Exception):
+    """Raised by a test in the middle of a calibration."""
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_the_pipeline_is_what_it_was_after_an_exception(flux, generation):
+    tiny, pipe = flux
+    plain = run(pipe, **tiny.call(steps=8))
+    del pipe._progress_bar_config
+    before, seen = denoiser(pipe), []
+
+    def stop(pipe, i, t, kwargs):
+        seen.append(i)
+        if seen.count(3) == generation:
+            raise StopHereError
+        return {}
+
+    with pytest.raises(StopHereError):
+        measure(pipe, [keywords(tiny)], 8, callback_on_step_end=stop)
+    assert differences(before, denoiser(pipe)) == []
+    assert "_progress_bar_config" not in vars(pipe)
+    assert torch.equal(run(pipe, **tiny.call(steps=8)), plain)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_memory_is_stated_before_it_is_used(flux, progress, capsys, caplog):
+    tiny, pipe = flux
+    caplog.set_level(logging.INFO, logger="holdover")
+    measure(pipe, [keywords(tiny)] * 2, 8, store="cpu", progress=progress)
+    said = capsys.readouterr().out if progress else caplog.text
+    assert said.count("keeping 27 latents of 0.0 MB: 0 MB, store='cpu'") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": 2}, "use batch_size=1"),
+        ({"store": "tape"}, "'device', on the 'cpu' or on 'disk', not on 'tape'"),
+        ({"num_inference_steps": 0}, "num_inference_steps must be a whole number"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps must be a whole number"),
+        ({"num_inference_steps": True}, "num_inference_steps must be a whole number"),
+    ],
+)
+def test_wrong_arguments_are_errors_before_anything_runs(flux, settings, said):
+    tiny, pipe = flux
+    forwards = []
+    pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+    call = {"prompts": [keywords(tiny)] * 2, "num_inference_steps": 8, "progress": False, **settings}
+    with pytest.raises(holdover.ConfigError, match=said):
+        holdover.calibrate(pipe, **call)
+    assert not forwards
+
+
+def test_a_bare_transformer_cannot_be_measured(flux):
+    _, pipe = flux
+    with pytest.raises(holdover.ConfigError, match="needs a pipeline with a scheduler; FluxTransformer2DModel"):
+        holdover.calibrate(pipe.transformer, ["a"])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_models_of_few_steps_can_be_measured_too(flux, steps):
+    tiny, pipe = flux
+    profile = measure(pipe, [keywords(tiny)], steps)
+    assert profile.grams.shape == (1, steps, steps)
+    with holdover.enable(pipe, "plan", profile=profile, budget=steps):
+        assert torch.isfinite(run(pipe, **tiny.call(steps=steps))).all()
+
+
+def test_image_to_image_is_measured_or_refused_in_words():
+    """It begins late, so its grid has steps that never ran."""
+    tiny = PIPELINES["FluxImg2ImgPipeline"]
+    try:
+        profile = measure(tiny.build(), [keywords(tiny)], 12)
+    except holdover.HoldoverError as error:
+        assert "step" in str(error)
+    else:
+        assert profile.grams.shape[1] == len(profile.facts.noise)
+
+
+def test_a_pipeline_that_steps_twice_is_measured_or_refused_in_words():
+    tiny = PIPELINES["CosmosTextToWorldPipeline"]
+    try:
+        profile = measure(tiny.build(), [keywords(tiny)], 8)
+    except holdover.HoldoverError as error:
+        assert "step" in str(error)
+    else:
+        assert profile.grams.shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("scheduler", ["heun", "unipc"])
+def test_other_schedulers_are_measured(scheduler):
+    tiny = PIPELINES["SanaPipeline"]
+    pipe = tiny.build()
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler() if scheduler == "heun" else UniPCMultistepScheduler(**flow)
+    profile = measure(pipe, [keywords(tiny)], 8)
+    assert np.isfinite(profile.growth).all()
+    # Where nothing amplifies errors, what really happened is what was on paper, within a factor of a hundred.
+    assert np.abs(profile.growth[:, -1]).max() < np.log(100)
+
+
+def test_built_in_prompts_and_prompts_from_a_file(tmp_path):
+    pipe = prompted_flux()
+    prompts = built_in(pipe)
+    assert len(prompts) == len(set(prompts)) >= 24
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two  \n")
+    assert from_file(path) == ["one", "two"]
+    for wrong, said in ((tmp_path / "none.txt", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(holdover.ConfigError, match=said):
+            from_file(wrong)
+    path.write_text("\n \n")
+    with pytest.raises(holdover.ConfigError, match="no prompts"):
+        from_file(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(holdover.ConfigError, match="not text"):
+        from_file(path)
+
+
+def test_lists_of_prompts_are_told_apart():
+    assert hash_of(["a", "b"]) != hash_of(["a\nb"])
+    assert hash_of(["a", "b"]) != hash_of(["b", "a"])
