@@ -68,6 +68,7 @@ def pages() -> dict[Path, str]:
         docs / "models.md": models_page(),
         docs / "reference.md": reference_page(),
         **{page: with_parts(page, settings=table) for page, table in by_method.items()},
+        docs / "performance.md": with_parts(docs / "performance.md", speed=speed()),
         ROOT / "README.md": with_parts(ROOT / "README.md", models=short_models()),
     }
 
@@ -93,6 +94,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def code(words: Iterable[Any]) -> str:
     """Names, set as code."""
     return ", ".join(f"`{word}`" for word in words)
+
+
+# Speed.
+
+
+def speed() -> str:
+    """The tables of the speed benchmark, from its result file."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.table")
+    text: str = benchmark.markdown(ROOT / "benchmarks" / "results" / "speed.json")
+    return text
 
 
 # Settings.

@@ -54,7 +54,7 @@ def facts(**changes) -> Facts:
             ),
         ),
         schedules=(Schedule(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5),),
-        certificates=(Certificate("psnr>=40", (0, 2), NOISE, 0.95, 0.9, 60, 1, "eeee", "S", 3.5, ("style",)),),
+        certificates=(Certificate("psnr>=40", (0, 2), NOISE, 0.95, 0.9, 60, 1, "eeee", "S", "ffff", 3.5, ("style",)),),
     )
     return dataclasses.replace(made, **changes)
 

@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, out: Path) -> int:
             if section == "growth":
                 run.growth(run.Options(options.tiny), results)
             elif section == "box":
-                box.graphs(results, device="cpu" if options.tiny else "cuda")
+                box.graphs(results, options.tiny)
             else:
                 run.Table(section, run.Options(options.tiny, options.whole), results).run()
     except OutOfTimeError:

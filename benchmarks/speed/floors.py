@@ -52,7 +52,7 @@ def _turn(pipe: Pipeline, forward: bool) -> list[float]:
     velocity: Tensor = torch.zeros_like(latent)
     marks.wait()
     if pipe.cuda:
-        torch.cuda._sleep(LEAD_CYCLES)
+        torch.cuda._sleep(LEAD_CYCLES)  # type: ignore[no-untyped-call]
     marks.mark()
     for t in timesteps:
         velocity = pipe.forward(latent, t) if forward else velocity

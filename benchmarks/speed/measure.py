@@ -99,7 +99,7 @@ def waits(run: Callable[[], object]) -> dict[str, int]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign, assignment]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             run()

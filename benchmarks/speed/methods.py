@@ -156,7 +156,7 @@ def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
 
 
 def candidates(ratios: str, everything: bool) -> list[Candidate]:
-    """The rows of one model after the uncached one, the most important first; cache-dit, which leaves its patches on the model, last."""
+    """The rows of one model after the uncached one, the weightiest first; cache-dit, whose patches stay on, last."""
     forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
     rows = [
         Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),

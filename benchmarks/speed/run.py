@@ -139,7 +139,7 @@ def built(name: str, options: Options, shape: Shape) -> Pipeline:
 
 def compile_(pipe: Pipeline, mode: str, options: Options) -> None:
     """Compile the blocks, or the transformer as a whole, or nothing; a tiny run only traces."""
-    how = {"backend": "eager"} if options.tiny else {}
+    how: dict[str, Any] = {"backend": "eager"} if options.tiny else {}
     if mode == "compiled":
         pipe.transformer.compile_repeated_blocks(fullgraph=True, **how)
     elif mode == "whole":

@@ -56,7 +56,7 @@ def _rank(row: Row) -> int:
 
 def identical(rows: Sequence[Row]) -> str:
     """Which methods gave the uncached latents when they computed every step."""
-    found = next((row["identical"] for row in rows if row["label"] == "identical"), {})
+    found: dict[str, bool | str] = next((row["identical"] for row in rows if row["label"] == "identical"), {})
     same = [name for name, equal in found.items() if equal is True]
     other = [name for name in found if name not in same]
     said = [f"bit for bit when every step is computed: {', '.join(same)}"] if same else []

@@ -11,7 +11,11 @@ from holdover.plan.target import Target, steps_for
 
 @pytest.mark.parametrize(
     "given",
-    [{"budget": 4, "target": "psnr>=40"}, {"budget": "4x", "schedule": [0, 2]}, {"target": "psnr>=40", "schedule": [0]}],
+    [
+        {"budget": 4, "target": "psnr>=40"},
+        {"budget": "4x", "schedule": [0, 2]},
+        {"target": "psnr>=40", "schedule": [0]},
+    ],
 )
 def test_one_wish_at_a_time(given):
     with pytest.raises(ConfigError, match="one of budget, target and schedule, not " + " and ".join(given)):

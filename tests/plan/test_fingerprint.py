@@ -34,6 +34,7 @@ def test_precision_does_not_matter(transformer):
     assert fingerprint(halved.float()) == before
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_adapters_do_not_matter_and_are_listed(transformer):
     before = facts_of(transformer)
     transformer.add_adapter(LORA, adapter_name="style")

@@ -13,7 +13,7 @@ from holdover.plan.response import euler
 from holdover.plan.rollout import Course
 from holdover.plan.schedules import known
 
-from .trajectories import falling, smooth_kernel
+from .trajectories import WIDTH, falling, kernel_of, smooth_kernel
 
 
 def planner(steps, seed=0, ranges=None):
@@ -37,6 +37,23 @@ def test_the_frontier_has_every_budget_and_is_never_worse_than_what_is_known(ste
 def test_more_computed_steps_never_cost_more(seed):
     costs = [choice.cost for choice in planner(28, seed).frontier.values()]
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("steps", [16, 28, 50])
+def test_more_computed_steps_never_cost_more_on_rough_trajectories_either_while_a_fifth_is_held(steps):
+    """Where all but a few steps are computed, two held errors may cancel that would not have done so alone."""
+    noise = falling(steps)
+    kernel = kernel_of(noise, [rough(noise, seed) for seed in range(4)])
+    frontier = Planner(Course(kernel, euler(noise)), ((0, steps - 1),)).frontier
+    costs = [choice.cost for count, choice in frontier.items() if count <= 0.8 * steps]
+    assert costs == sorted(costs, reverse=True)
+
+
+def rough(noise, seed):
+    """Six waves of one phase, the fast ones nearly as large as the slow."""
+    sizes = np.array([3, 2, 1, 0.5, 0.3, 0.1])[:, None]
+    waves = np.stack([np.cos(1.3 * k * np.pi * noise + 0.1 * k) for k in range(6)], axis=1)
+    return waves @ (np.random.default_rng(seed).normal(size=(6, WIDTH)) * sizes)
 
 
 def test_two_experts_share_the_budget_and_each_begins_computed():

@@ -84,19 +84,15 @@ def test_the_users_scheduler_is_left_alone(name):
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_scheduler_that_has_run_answers_as_before_its_first_step(name):
-    """After a generation, and in the middle of one, the scheduler remembers outputs that are no part of the map."""
+def test_a_scheduler_that_has_stepped_is_not_asked(name):
+    """In the middle of a generation it remembers outputs that are no part of the map."""
     scheduler = started(name)
     grid = grid_of(scheduler)
-    expected = response_of(scheduler, grid)
-    outputs = torch.randn(grid.count, 1, 4, 3, 3, generator=torch.Generator().manual_seed(1))
     latent = torch.zeros(1, 4, 3, 3)
-    for step, output in enumerate(outputs):
-        latent = scheduler.step(output, scheduler.timesteps[step], latent, return_dict=False)[0]
-        if step in (2, 3, grid.count - 1):
-            found = response_of(scheduler, grid)
-            assert found is not None
-            assert found == pytest.approx(expected)
+    scheduler.step(latent + 1, scheduler.timesteps[0], latent, return_dict=False)
+    if getattr(scheduler, "step_index", None) is None:
+        pytest.skip("this scheduler keeps no index, and nothing of earlier steps")
+    assert response_of(scheduler, grid) is None
 
 
 @pytest.mark.parametrize(

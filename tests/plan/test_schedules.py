@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from holdover.plan.schedules import growing, known, uniform
@@ -33,7 +35,7 @@ def test_uniform_is_even():
 
 def test_a_growing_window_grows():
     schedule = growing(50, 10)
-    gaps = [b - a for a, b in zip(schedule, schedule[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(schedule)]
     assert gaps == sorted(gaps)
     assert schedule[-1] == 48
 

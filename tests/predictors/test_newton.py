@@ -45,7 +45,9 @@ def test_at_a_node_its_own_value_stands(nodes: list[float], index: int) -> None:
     places=st.lists(st.integers(0, 1000), min_size=8, max_size=8, unique=True),
     data=st.data(),
 )
-def test_the_predictor_uses_its_depth_and_ignores_older_steps(depth: int, places: list[int], data: st.DataObject) -> None:
+def test_the_predictor_uses_its_depth_and_ignores_older_steps(
+    depth: int, places: list[int], data: st.DataObject
+) -> None:
     levels = tuple(sorted((p / 1000 for p in places), reverse=True))
     step = data.draw(st.integers(1, 7))
     anchors = sorted(data.draw(st.sets(st.integers(0, step - 1), min_size=1)))

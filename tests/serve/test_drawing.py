@@ -151,19 +151,35 @@ def test_what_was_measured_is_told(tmp_path: Any) -> None:
     from holdover.serve.known import known_of
 
     pipe = holdover.load("emoji")
-    noise = (1.0, 0.75, 0.5, 0.25)
+    noise, euler = (1.0, 0.75, 0.5, 0.25), "FlowMatchEulerDiscreteScheduler"
     facts = Facts(
         name="mine",
         pipeline="EmojiPipeline",
-        scheduler="FlowMatchEulerDiscreteScheduler",
+        scheduler=euler,
         noise=noise,
         models=(("transformer", facts_of(pipe.transformer)),),
         prompts=1,
         prompts_hash="0",
         date="2026-11-15",
         versions=(("torch", "2.13.0"),),
-        schedules=(Schedule(noise, (0, 2), "planned", 31.0), Schedule(noise, (0, 1, 2), "planned", 40.0)),
-        certificates=(Certificate("psnr>=30", (0, 2), noise, 0.9, 0.95, 40, 2, "0", "Euler"),),
+        schedules=tuple(
+            Schedule(noise=noise, scheduler=euler, computed=steps, weights=(), origin="planned", psnr=psnr)
+            for steps, psnr in (((0, 2), 31.0), ((0, 1, 2), 40.0))
+        ),
+        certificates=(
+            Certificate(
+                target="psnr>=30",
+                computed=(0, 2),
+                noise=noise,
+                share=0.9,
+                confidence=0.95,
+                prompts=40,
+                below=2,
+                prompts_hash="0",
+                scheduler=euler,
+                plan="0",
+            ),
+        ),
     )
     path = Profile(facts, np.eye(4)[None], np.ones((1, 5)), {}).save(tmp_path / "mine.safetensors")
     known = known_of(choice("plan", {"profile": str(path)}), pipe)

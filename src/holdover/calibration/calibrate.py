@@ -41,9 +41,9 @@ def calibrate(
         raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
-    session = Session(Caller(pipe, num_inference_steps, guidance_scale, call), store, seams)
-    parts = list(batches(chosen, batch_size, seed))
-    with quiet(pipe), tqdm(total=2 * len(parts), disable=not progress, desc="calibrating", unit="run") as bar:
+    caller, parts = Caller(pipe, num_inference_steps, guidance_scale, call), list(batches(chosen, batch_size, seed))
+    bar = tqdm(total=2 * len(parts), disable=not progress, desc="calibrating", unit="run")
+    with quiet(pipe), bar, Session(caller, store, seams) as session:
         for part, seeds in parts:
             session.measure(part, seeds, bar)
-    return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
+        return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)

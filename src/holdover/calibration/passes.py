@@ -13,11 +13,12 @@ from ..models.family import Signal
 from ..plan.config import PlanConfig
 from ..plan.guard import Guard
 from ..plan.kernel import Array, Kernel
-from ..plan.method import NEWTON_DEPTH, OutputPlan
+from ..plan.method import NEWTON_DEPTH, OutputPlan, places_of
 from ..plan.rollout import Course, Weights
 from ..plan.schedules import growing
-from ..policies.static import AlwaysCompute
-from ..predictors.newton import newton_weights
+from ..plan.setting import Setting, setting_of
+from ..policies.static import AlwaysCompute, Scheduled
+from ..predictors.newton import Newton
 from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
 from ..runtime.extracted import seam_of
@@ -105,11 +106,25 @@ class Outputs(Method):
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(NoneConfig())
         self._trajectory = trajectory
+        self._units: list[Unit] = []
+        self._pipeline: Any = None
+        self.setting: Setting | None = None
+
+    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+        self._units.append(unit)
+        self._pipeline = pipeline
+        return ()
+
+    def _begin(self, grid: Grid) -> None:
+        """Ask what kind of generation it is, while its scheduler has not stepped yet."""
+        if self.setting is None:
+            self.setting = setting_of(self._pipeline, self._units, grid)
 
     def crossing(self, unit: Unit) -> Crossing:
         return WholeSeam(unit)
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+        self._begin(grid)
         return AlwaysCompute()
 
     def stepped(self, stepped: Stepped) -> None:
@@ -132,6 +147,7 @@ class Everything(Outputs):
         return seam_of(unit)
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+        self._begin(grid)
         return AlwaysCompute(needs_signal=True)
 
     def signal(self, unit: Unit) -> Signal:
@@ -151,15 +167,21 @@ class Probe(OutputPlan):
     follows = True
 
     def __init__(self, trajectory: Trajectory, kernel: Kernel) -> None:
-        self.computed = growing(kernel.steps, max(2, kernel.steps // PROBED))
+        count = min(kernel.steps, max(3, kernel.steps // PROBED))
+        super().__init__(PlanConfig(schedule=growing(kernel.steps, count), predictor="newton", guard=False))
         self.guard = Guard(kernel)
-        super().__init__(PlanConfig(schedule=self.computed, predictor="newton", guard=False))
+        self.computed: tuple[int, ...] = ()
         self._trajectory = trajectory
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
         self._units.append(unit)
         self._pipeline = pipeline
         return ()
+
+    def policy(self, unit: Unit, branch: str, grid: Grid) -> Scheduled:
+        scheduled = super().policy(unit, branch, grid)
+        self.computed = tuple(sorted(scheduled.computed))
+        return scheduled
 
     def stepped(self, stepped: Stepped) -> None:
         self._trajectory.add(stepped)
@@ -172,12 +194,12 @@ class Probe(OutputPlan):
         self.guard.alarmed()
 
 
-def growth(reference: Trajectory, probe: Trajectory, computed: tuple[int, ...], course: Course) -> Array:
+def growth(reference: Trajectory, probe: Trajectory, computed: tuple[int, ...], course: Course, at: Setting) -> Array:
     """By how much the probe's real error exceeds the one on paper, as a logarithm, before each step and at the end.
 
     Measured where a computed step follows held ones, and at the end; between these it is interpolated.
     """
-    paper = course.errors(newton_table(computed, course.kernel.noise))
+    paper = course.errors(newton_table(computed, at))
     knots = [step for step in range(1, course.steps) if step in computed and step - 1 not in computed] + [course.steps]
     real = np.stack([probe.error(reference, step) for step in knots], axis=1)
     ratio = np.log(np.maximum(real, 1e-20) / np.maximum(paper[:, knots], 1e-20))
@@ -185,11 +207,11 @@ def growth(reference: Trajectory, probe: Trajectory, computed: tuple[int, ...], 
     return np.stack([np.interp(everywhere, [0, *knots], [0.0, *row]) for row in ratio])
 
 
-def newton_table(computed: tuple[int, ...], noise: Array) -> dict[int, Weights]:
+def newton_table(computed: tuple[int, ...], at: Setting) -> dict[int, Weights]:
     """The weights the probe held by."""
-    table = {}
-    for step in range(len(noise)):
-        if step not in computed:
-            anchors = tuple(s for s in computed if s < step)[-NEWTON_DEPTH:]
-            table[step] = Weights(anchors, newton_weights([float(noise[a]) for a in anchors], float(noise[step])))
+    newton, table = Newton(NEWTON_DEPTH, places_of(at)), {}
+    for first, last in at.ranges:
+        for step in (s for s in range(first, last + 1) if s not in computed):
+            anchors = tuple(s for s in computed if first <= s < step)[-NEWTON_DEPTH:]
+            table[step] = Weights(anchors, newton.weights(step, anchors))
     return table

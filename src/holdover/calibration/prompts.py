@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import torch
+from PIL import Image
 
 from ..errors import ConfigError
 
@@ -38,8 +40,25 @@ def from_file(path: str | Path) -> list[str]:
 
 def hash_of(prompts: Sequence[Prompt]) -> str:
     """Tells lists of prompts apart."""
-    texts = [p if isinstance(p, str) else json.dumps({k: str(v)[:200] for k, v in p.items()}) for p in prompts]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    hashed = hashlib.sha256()
+    for prompt in prompts:
+        parts = [prompt] if isinstance(prompt, str) else [part for pair in sorted(prompt.items()) for part in pair]
+        for part in ("", *parts):
+            content = _bytes(part)
+            hashed.update(len(content).to_bytes(8, "big") + content)
+    return hashed.hexdigest()[:16]
+
+
+def _bytes(part: Any) -> bytes:
+    """The content of a text, a tensor or a picture; of anything else, how it is written."""
+    if isinstance(part, str):
+        return part.encode()
+    if isinstance(part, torch.Tensor):
+        values = part.detach().cpu().contiguous()
+        return str((part.dtype, tuple(part.shape))).encode() + values.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(part, Image.Image):
+        return part.tobytes()
+    return repr(part).encode()
 
 
 def _lines(text: str) -> list[str]:

@@ -8,22 +8,21 @@ from contextlib import ExitStack
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError, HoldoverError, UnsupportedModelError
-from ..grid import Grid
 from ..metrics import psnr
 from ..plan.kernel import Array, Kernel
-from ..plan.making import Setting
 from ..plan.rollout import Course
+from ..plan.setting import Setting
 from ..profiles import Facts, MagCacheProfile, Profile, TeaCacheProfile
 from ..runtime.backend import transformers_of
 from ..runtime.engine import Engine
 from ..runtime.identity import facts_of
-from ..runtime.method import Method
+from ..runtime.method import Method, NoneMethod
 from ..runtime.unit import Unit
 from .calls import Caller
 from .passes import Constants, Everything, Outputs, Probe, Trajectory, growth
@@ -46,9 +45,16 @@ class Session:
         self._seams: dict[str, list[Array]] = {}
         self._offsets: list[float] = []
         self._surprise: list[float] = []
-        self._grid: Grid | None = None
+        self._noise: tuple[float, ...] = ()
         self._whole = True
-        self._units: list[Unit] = []
+        self._engine = Engine(caller.pipe, transformers_of(caller.pipe), NoneMethod())
+
+    def __enter__(self) -> Self:
+        self._engine.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.uninstall()
 
     def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
         """One uncached run and one probe of the same pictures."""
@@ -56,15 +62,15 @@ class Session:
             shelves = [stack.enter_context(Shelf(self._store)) for _ in range(3)]
             reference, probe = Trajectory(*shelves[:2]), Trajectory(shelves[2])
             self._announce(reference, bar)
-            pictures = self._uncached(reference, prompts, seeds, stack)
+            pictures, setting = self._uncached(reference, prompts, seeds, stack)
             bar.update()
-            course = self._course(reference)
+            course = self._course(reference, setting)
             probing = Probe(probe, course.kernel)
             probed = self._run(probing, prompts, seeds)
             bar.update()
             self._surprise += probing.guard.ratios
             self._grams.append(course.kernel.grams)
-            self._growth.append(growth(reference, probe, probing.computed, course))
+            self._growth.append(growth(reference, probe, probing.computed, course, setting))
             self._compare(pictures, probed, probe.error(reference, reference.steps))
 
     def _announce(self, reference: Trajectory, bar: Any) -> None:
@@ -83,29 +89,44 @@ class Session:
 
         reference.latents.first = say
 
-    def _course(self, reference: Trajectory) -> Course:
-        assert self._grid is not None
+    def _course(self, reference: Trajectory, setting: Setting) -> Course:
+        """The generation on paper; every generation must have the same noise levels, and run all of them."""
+        noise = tuple(setting.noise.tolist())
+        if reference.steps != len(noise):
+            raise HoldoverError(
+                f"The scheduler has {len(noise)} steps and made {reference.steps}: calibrate a pipeline that runs each "
+                "of them once, from noise."
+            )
+        if self._noise not in ((), noise):
+            raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
+        self._noise = noise
         outputs = grams(reference.outputs)
-        kernel = Kernel(np.array(self._grid.noise), outputs, np.zeros((len(outputs), reference.steps + 1)))
-        setting = Setting(self._grid, ((0, reference.steps - 1),), self._caller.pipe.scheduler)
-        return Course(kernel, setting.response())
+        return Course(Kernel(setting.noise, outputs, np.zeros((len(outputs), len(noise) + 1))), setting.response)
 
     def _uncached(
         self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
-    ) -> torch.Tensor | None:
-        if not self._whole:
-            return self._run(Outputs(reference), prompts, seeds)
+    ) -> tuple[torch.Tensor | None, Setting]:
+        if self._whole:
+            try:
+                return self._watched(reference, prompts, seeds, stack)
+            except UnsupportedModelError as error:
+                logger.warning("Only plans can be made for this model, for its blocks cannot be held: %s", error)
+                self._whole = False
+                reference.clear()
+        method = Outputs(reference)
+        pictures = self._run(method, prompts, seeds)
+        return pictures, _known(method)
+
+    def _watched(
+        self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
+    ) -> tuple[torch.Tensor | None, Setting]:
+        """An uncached run with an eye on the blocks."""
         shelves = {name: stack.enter_context(Shelf(self._store)) for name in transformers_of(self._caller.pipe)}
         self._constants.seams = None if self._constants.seams is None else shelves
-        try:
-            pictures = self._run(Everything(reference, self._constants), prompts, seeds)
-        except UnsupportedModelError as error:
-            logger.warning("Only plans can be made for this model, for its blocks cannot be held: %s", error)
-            self._whole = False
-            reference.clear()
-            return self._uncached(reference, prompts, seeds, stack)
+        method = Everything(reference, self._constants)
+        pictures = self._run(method, prompts, seeds)
         self._keep_seams(reference.steps)
-        return pictures
+        return pictures, _known(method)
 
     def _keep_seams(self, steps: int) -> None:
         """The inner products of the residuals; zero where another expert was at work."""
@@ -116,25 +137,8 @@ class Session:
             self._seams.setdefault(name, []).append(whole)
 
     def _run(self, method: Method, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
-        pipe = self._caller.pipe
-        engine = Engine(pipe, transformers_of(pipe), method)
-        engine.install()
-        try:
-            pictures = self._caller(prompts, seeds)
-        finally:
-            engine.uninstall()
-        self._units = engine.units
-        self._check_grid(pipe.scheduler)
-        return pictures
-
-    def _check_grid(self, scheduler: Any) -> None:
-        """All generations must have the same noise levels."""
-        timesteps = [float(t) for t in scheduler.timesteps.tolist()]
-        scale = float(scheduler.config.get("num_train_timesteps", 1000))
-        grid = Grid(len(timesteps), tuple(t / scale for t in timesteps))
-        if self._grid is not None and self._grid != grid:
-            raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
-        self._grid = grid
+        with self._engine.using(method):
+            return self._caller(prompts, seeds)
 
     def _compare(self, pictures: torch.Tensor | None, probed: torch.Tensor | None, errors: Array) -> None:
         """What an error of the last latent means for the picture, in dB."""
@@ -146,14 +150,13 @@ class Session:
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """Everything that was measured, with where it comes from."""
         pipe, caller = self._caller.pipe, self._caller
-        assert self._grid is not None
         guidance = caller.guidance if caller.guidance is not None else getattr(pipe, "guidance_scale", None)
         facts = Facts(
             name=name,
             pipeline=type(pipe).__name__,
             scheduler=type(pipe.scheduler).__name__,
-            noise=self._grid.noise,
-            models=tuple((unit.name, facts_of(unit.core)) for unit in self._units),
+            noise=self._noise,
+            models=tuple((unit.name, facts_of(unit.core)) for unit in self._engine.units),
             prompts=len(prompts),
             prompts_hash=hash_of(prompts),
             date=date.today().isoformat(),
@@ -171,7 +174,7 @@ class Session:
     @property
     def _cut(self) -> list[Unit]:
         """The transformers whose blocks could be watched."""
-        return [unit for unit in self._units if unit.name in self._constants.ratios]
+        return [unit for unit in self._engine.units if unit.name in self._constants.ratios]
 
     def _fit(self, unit: Unit, generations: int) -> TeaCacheProfile | None:
         """TeaCache's polynomial; none for a signal that does not change."""
@@ -185,6 +188,12 @@ class Session:
         profile = self._constants.ratios[unit.name].profile()
         assert profile is not None
         return profile
+
+
+def _known(method: Outputs) -> Setting:
+    if method.setting is None:
+        raise HoldoverError("The pipeline did not call its transformer: there is nothing to measure.")
+    return method.setting
 
 
 def _version(library: str) -> str:

@@ -31,7 +31,7 @@ _PEERS = {
 
 def calibrate(
     model: Annotated[str, typer.Option(help="emoji, a folder, or a checkpoint's id.")] = "emoji",
-    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt a line; a built-in list without.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line; a built-in list without.")] = None,
     num: Annotated[int, typer.Option(help="How many of the prompts.")] = 4,
     steps: Annotated[int, typer.Option(help="Denoising steps; plans for fewer are derived.")] = 50,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own without it.")] = None,
@@ -64,7 +64,7 @@ def tune(
     profile: Annotated[Path, typer.Argument(help="What `holdover calibrate` wrote.")],
     target: Annotated[str, typer.Option(help="psnr>=40, ssim>=0.98, ...")] = "psnr>=40",
     model: Annotated[str, typer.Option(help="emoji, a folder, or a checkpoint's id.")] = "emoji",
-    prompts: Annotated[Path | None, typer.Option(help="Held-back prompts, one a line; the built-in list's rest.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Held-back prompts, one a line; else built in.")] = None,
     num: Annotated[int, typer.Option(help="How many of the prompts.")] = 60,
     confidence: Annotated[float, typer.Option(help="How sure the certificate is.")] = 0.95,
     share: Annotated[float, typer.Option(help="The part of pictures that meets the target.")] = 0.95,
@@ -149,6 +149,4 @@ def _frontier_spec(profile: Profile, path: Path, prompts: list[str]) -> Comparis
 
     plans = [Method("plan", (("budget", b), ("profile", str(path))), f"plan {b}") for b in _budgets(profile)]
     peers = [Method(name, tuple(settings.items())) for name, many in _PEERS.items() for settings in many]
-    return Comparison(
-        tuple(prompts), (*plans, *peers), steps=len(profile.facts.noise), guidance=profile.facts.guidance
-    )
+    return Comparison(tuple(prompts), (*plans, *peers), steps=len(profile.facts.noise), guidance=profile.facts.guidance)

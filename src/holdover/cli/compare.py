@@ -54,14 +54,17 @@ def compare(
         run_and_report(load_pipeline(name), spec, folder)
 
 
-def run_and_report(pipe: Any, spec: Comparison, folder: Path) -> None:
-    """Run a comparison with its progress on the terminal, and write its report."""
+def run_and_report(pipe: Any, spec: Comparison, folder: Path, expected: Mapping[str, float] | None = None) -> None:
+    """Run a comparison with its progress on the terminal, and write its report.
+
+    `expected` has the PSNR that was expected of a candidate, by label; the report shows it beside what was measured.
+    """
     from ..compare import compare as run
     from ..report import write_report
     from .progress import Progress
 
     results = run(pipe, spec, folder, Progress(pipe, console))
-    report = write_report(results, folder)
+    report = write_report(results, folder, expected=expected)
     console.print(str(results), highlight=False, soft_wrap=True)
     for what, path in (("report", report), ("figures", folder / "results.json"), ("pictures", folder / "pictures")):
         console.print(f"{what:<9}{path}", highlight=False, soft_wrap=True)

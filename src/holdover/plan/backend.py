@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..config import Config
 from ..runtime.backend import SeamBackend
 from .config import PlanConfig
-from .method import OutputPlan, PlanMethod, SeamPlan
+from .method import Memory, OutputPlan, PlanMethod, SeamPlan
 
 
 class PlanBackend(SeamBackend):
@@ -13,6 +16,17 @@ class PlanBackend(SeamBackend):
 
     config_class = PlanConfig
 
+    def __init__(self, config: Config | Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._memory = Memory()
+
     def method(self, settings: Config) -> PlanMethod:
         assert isinstance(settings, PlanConfig)
-        return SeamPlan(settings) if settings.quantity == "seam" else OutputPlan(settings)
+        kind = SeamPlan if settings.quantity == "seam" else OutputPlan
+        return kind(settings, self._memory)
+
+    def plan_digest(self) -> str:
+        """Tells the plan of the last generation from others."""
+        method = self._running().method
+        assert isinstance(method, PlanMethod)
+        return method.digest

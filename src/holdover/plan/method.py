@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,20 +22,39 @@ from ..runtime.unit import Unit
 from ..runtime.whole import WholeSeam
 from .config import PlanConfig
 from .guard import Guard
-from .making import PlanMaker, Setting
-from .plan import Plan, Planned
+from .making import Kind, PlanMaker, kind_of
+from .plan import Plan, Planned, digest
 from .profile import resolved
-from .rollout import DEPTH, Ranges
+from .rollout import DEPTH
+from .setting import Setting, key_of, setting_of
 
 NEWTON_DEPTH = 2
-_KINDS = 32  # kinds of generation whose plan is kept
+_KINDS = 32  # kinds of generation that are remembered
+
+
+class Memory:
+    """What plans of one cache share: kinds of generation, and which transformers were compared with which profile."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, Kind] = {}
+        self.checked: set[tuple[Unit, str]] = set()
+
+    def kind(self, pipeline: Any, units: list[Unit], grid: Grid, profile: Profile | None) -> Kind:
+        """The kind of a generation that begins."""
+        key = (None if profile is None else profile.digest, *key_of(pipeline, units, grid))
+        found = self._kinds.get(key)
+        if found is None:
+            while len(self._kinds) >= _KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            found = self._kinds[key] = kind_of(setting_of(pipeline, units, grid), profile)
+        return found
 
 
 @dataclass
 class _Current:
     """The generation that runs: its plan, and what was added to it."""
 
-    setting: Setting
+    kind: Kind
     plan: Plan
     guard: Guard | None
     added: set[int] = field(default_factory=set)
@@ -48,14 +66,14 @@ class PlanMethod(Method):
 
     name = "plan"
 
-    def __init__(self, config: PlanConfig) -> None:
+    def __init__(self, config: PlanConfig, memory: Memory | None = None) -> None:
         super().__init__(config)
-        self._settings = config
+        self._settings, self._memory = config, memory or Memory()
         self._units: list[Unit] = []
         self._pipeline: Any = None
         self._profile: Profile | None = None
         self._maker = PlanMaker(config, None)
-        self._plans: dict[Any, tuple[Setting, Plan]] = {}
+        self._plans: dict[Kind, Plan] = {}
         self._current: _Current | None = None
         self._warned = False
 
@@ -73,7 +91,9 @@ class PlanMethod(Method):
             if self._settings.predictor == "least_squares" or self._settings.target is not None:
                 raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
             return (f"{unit.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
-        _check_measured_on(self._profile, unit)
+        if (unit, self._profile.digest) not in self._memory.checked:
+            _check_measured_on(self._profile, unit)
+            self._memory.checked.add((unit, self._profile.digest))
         return (f"{unit.name}: profile {self._profile.name}",)
 
     def started(self) -> None:
@@ -87,9 +107,7 @@ class PlanMethod(Method):
         current = self._running(grid)
         found = current.predictors.get(unit.name)
         if found is None:
-            places = current.setting.noise.tolist()
-            distinct = len(set(places)) == len(places)
-            newton = Newton(NEWTON_DEPTH, tuple(places) if distinct else tuple(map(float, range(len(places)))))
+            newton = Newton(NEWTON_DEPTH, places_of(current.kind.setting))
             found = current.predictors[unit.name] = Planned(self._plan_of(unit, current), newton, DEPTH)
         return found
 
@@ -105,38 +123,32 @@ class PlanMethod(Method):
                     "A plan needs the number of steps: call cache.refresh(transformer, num_inference_steps) before "
                     "the loop, or enable it on the pipeline."
                 )
-            setting, plan = self._planned(grid)
-            self._current = _Current(setting, plan, self._guard(setting))
+            kind = self._memory.kind(self._pipeline, self._units, grid, self._profile)
+            self._current = _Current(kind, self._planned(kind), self._guard(kind))
         return self._current
 
-    def _guard(self, setting: Setting) -> Guard | None:
-        """A guard for one generation, where there is something to compare it with."""
-        kernel = self._maker.kernel(setting) if self.follows and setting.scheduler is not None else None
-        if kernel is None or self._profile is None or len(self._profile.facts.surprise) != 2:
-            return None
-        usual, largest = self._profile.facts.surprise
-        return Guard(kernel, (usual, largest))
+    @property
+    def digest(self) -> str:
+        """Tells the plan that was made last from others."""
+        return digest(next(reversed(self._plans.values())).weights) if self._plans else ""
 
-    def _planned(self, grid: Grid) -> tuple[Setting, Plan]:
-        scheduler = getattr(self._pipeline, "scheduler", None)
-        whole = grid.between(grid.first, grid.count - 1)
-        ranges = self._ranges(whole)
-        key = (grid.count, grid.noise, ranges, type(scheduler), str(getattr(scheduler, "config", None)))
-        if key not in self._plans:
-            setting = Setting(whole, ranges, scheduler)
+    def _planned(self, kind: Kind) -> Plan:
+        if kind not in self._plans:
             while len(self._plans) >= _KINDS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = setting, self._maker.plan(setting)
-            self._units[0].notes.update(self._plans[key][1].notes)
-        setting, plan = self._plans[key]
-        return Setting(whole, ranges, scheduler), plan
+            self._plans[kind] = self._maker.plan(kind)
+            self._units[0].notes.update(self._plans[kind].notes)
+        return self._plans[kind]
 
-    def _ranges(self, whole: Grid) -> Ranges:
-        """The steps of each expert; one range where there is one transformer, or both run at every step."""
-        grids = [unit.family.range_of(self._pipeline, unit.module, whole) for unit in self._units]
-        ranges = sorted({(g.first, g.last) for g in grids})
-        apart = all(a[1] < b[0] for a, b in pairwise(ranges))
-        return tuple(ranges) if apart else ((whole.first, whole.last),)
+    def _guard(self, kind: Kind) -> Guard | None:
+        """A guard for one generation, where there is something to compare it with: no finer grid than was measured."""
+        profile = self._profile
+        if not self.follows or profile is None or kind.kernel is None or not profile.facts.surprise:
+            return None
+        if kind.kernel.steps > len(profile.facts.noise):
+            return None
+        usual, largest = profile.facts.surprise
+        return Guard(kind.kernel, (usual, largest))
 
     def stepped(self, stepped: Stepped) -> None:
         """Look at the output of a computed step; where the generation is hard, add a step to what is to come."""
@@ -152,13 +164,12 @@ class PlanMethod(Method):
         """Compute one more step, the middle of the next gap; a plan grows by a quarter at most."""
         if len(current.added) >= max(1, len(current.plan.computed) // 4):
             return
-        held = _next_gap(step, {*current.plan.computed, *current.added}, current.setting.grid.last)
+        held = _next_gap(step, {*current.plan.computed, *current.added}, current.kind.setting.last)
         if not held:
             return
         current.added.add(held[len(held) // 2])
         computed = tuple(sorted({*current.plan.computed, *current.added}))
-        planner = self._maker.planner(current.setting)
-        longer = Plan(computed, self._maker.weights(current.setting, planner, computed), current.plan.notes)
+        longer = Plan(computed, self._maker.weights(current.kind, computed), current.plan.notes)
         for predictor in current.predictors.values():
             predictor.plan = longer
 
@@ -186,12 +197,18 @@ class SeamPlan(PlanMethod):
     """Holds residuals at the seam: embedders and output layers run at every step."""
 
     def _plan_of(self, unit: Unit, current: _Current) -> Plan:
-        weights = self._maker.seam_weights(current.setting, unit.name, current.plan.computed)
+        weights = self._maker.seam_weights(current.kind.setting, unit.name, current.plan.computed)
         return Plan(current.plan.computed, weights, current.plan.notes)
 
     @property
     def follows(self) -> bool:  # type: ignore[override]
         return False
+
+
+def places_of(setting: Setting) -> tuple[float, ...]:
+    """Where Newton's nodes lie: at the noise levels, or at their indices where two are alike (Heun's are)."""
+    places = setting.noise.tolist()
+    return tuple(places) if len(set(places)) == len(places) else tuple(map(float, range(len(places))))
 
 
 def _next_gap(step: int, computed: set[int], last: int) -> list[int]:

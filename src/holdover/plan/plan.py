@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,12 @@ class Plan:
     computed: tuple[int, ...]
     weights: dict[int, Weights]
     notes: tuple[str, ...] = ()
+
+
+def digest(weights: dict[int, Weights]) -> str:
+    """Tells plans apart, by their weights to six digits."""
+    rounded = [(step, w.anchors, [f"{value:.6g}" for value in w.values]) for step, w in sorted(weights.items())]
+    return hashlib.sha256(str(rounded).encode()).hexdigest()[:16]
 
 
 @dataclass

@@ -19,14 +19,22 @@ from .kernel import Array
 def response_of(scheduler: Any, grid: Grid) -> Array | None:
     """Row i: how much of each output is in the latent before step i; None for a scheduler that is not linear.
 
-    Steps before the grid's first do not run: the latent starts there.
+    Asked when the timesteps are set and no step is made; of a scheduler in the middle of a generation nothing is
+    learnt. Steps before the grid's first do not run: the latent starts there.
     """
+    if getattr(scheduler, "step_index", None) is not None:
+        return None
     try:
-        symbolic = _run(scheduler, grid, torch.eye(grid.count + 1, dtype=torch.float64))
-        numbers = torch.randn(3, grid.count + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        actual = _run(scheduler, grid, numbers.T.contiguous())
+        with torch.random.fork_rng(devices=[]):
+            return _asked(scheduler, grid)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def _asked(scheduler: Any, grid: Grid) -> Array | None:
+    symbolic = _run(scheduler, grid, torch.eye(grid.count + 1, dtype=torch.float64))
+    numbers = torch.randn(3, grid.count + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    actual = _run(scheduler, grid, numbers.T.contiguous())
     linear = torch.allclose(symbolic @ numbers.T, actual, rtol=1e-3, atol=1e-3)
     return symbolic[:, 1:].numpy() if linear else None
 
@@ -53,7 +61,6 @@ def _unstarted(scheduler: Any) -> Any:
     for name, value in vars(runner).items():
         if isinstance(value, torch.Tensor):
             setattr(runner, name, value.cpu())
-    runner._step_index = None
     return runner
 
 

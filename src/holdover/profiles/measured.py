@@ -68,6 +68,7 @@ class Certificate:
     below: int
     prompts_hash: str
     scheduler: str
+    plan: str
     guidance: float | None = None
     adapters: tuple[str, ...] = ()
 
@@ -116,10 +117,14 @@ class Profile:
     seams: Mapping[str, NDArray[np.float64]]
 
     def __post_init__(self) -> None:
-        steps, generations = len(self.facts.noise), len(self.grams)
+        steps = len(self.facts.noise)
         _require(steps > 0, "it has no steps")
-        _require(self.grams.shape == (generations, steps, steps) and generations > 0, "its Gram matrices do not fit")
-        _require(self.growth.shape == (generations, steps + 1), "its error growth does not fit its Gram matrices")
+        _require(len(self.facts.surprise) in (0, 2), "its surprise is not two numbers")
+        named = [("its", self.grams), *((f"the seam {name!r}'s", seam) for name, seam in self.seams.items())]
+        for whose, array in named:
+            fits = array.ndim == 3 and array.shape[1:] == (steps, steps) and len(array) > 0
+            _require(fits, f"{whose} Gram matrices do not fit")
+        _require(self.growth.shape == (len(self.grams), steps + 1), "its error growth does not fit its Gram matrices")
         for array in (self.grams, self.growth, *self.seams.values()):
             _require(bool(np.isfinite(array).all()), "it holds numbers that are not finite")
 
@@ -180,28 +185,27 @@ class Profile:
 
 
 def _read(where: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
+    """The facts and the arrays of a file; arrays are read only once it is known to be a profile."""
     try:
         with safe_open(where, framework="numpy") as file:
-            text = (file.metadata() or {}).get(_ENTRY)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            head = _head((file.metadata() or {}).get(_ENTRY), where)
+            return head, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise ProfileError(f"No profile could be read from {where}: {error.strerror or error}.") from None
     except SafetensorError as error:
         raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
-    head = _parsed(text, where)
-    if head.get("format") != FORMAT or not isinstance(head.get("facts"), dict):
+
+
+def _head(text: str | None, where: str) -> dict[str, Any]:
+    try:
+        head = json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"The facts in {where} are not JSON that can be read: {error}.") from None
+    if not isinstance(head, dict) or head.get("format") != FORMAT or not isinstance(head.get("facts"), dict):
         raise ProfileError(f"{where} is a safetensors file, but not a holdover profile.")
     if head.get("version") != VERSION:
         raise ProfileError(f"{where} has version {head.get('version')!r}; this holdover reads version {VERSION}.")
-    return head, arrays
-
-
-def _parsed(text: str | None, where: str) -> dict[str, Any]:
-    try:
-        head = json.loads(text or "null")
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"The facts in {where} are not JSON: {error}.") from None
-    return head if isinstance(head, dict) else {}
+    return head
 
 
 def _digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str:

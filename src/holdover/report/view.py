@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Page:
     script: str
 
 
-def view(results: Results, folder: Path) -> Page:
+def view(results: Results, folder: Path, expected: Mapping[str, float]) -> Page:
     """Everything the template needs."""
     palette = colours(results)
     metrics = [name for name in METRICS if any(name in row.values for row in results.rows)]
@@ -103,7 +104,12 @@ def view(results: Results, folder: Path) -> Page:
         facts=_facts(results),
         prompts=tuple(f"{prompt}, seed {seed}" for prompt, seed in _images(results)[:SHOWN]),
         count=len(_images(results)),
-        lines=tuple(_line(results, row, folder, metrics, palette) for row in rows),
+        lines=tuple(
+            replace(line, facts=(*line.facts, f"{expected[line.label]:.1f} dB expected"))
+            if line.label in expected and line.error is None
+            else line
+            for line in (_line(results, row, folder, metrics, palette) for row in rows)
+        ),
         columns=_columns(metrics),
         legend=tuple((_SERIES.get(name, name), colour) for name, colour in palette.items()),
         wide=plot(results, 8.6, 4.6, "wide") if measured else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..compare import Results
@@ -9,8 +10,13 @@ from ..errors import HoldoverError
 from .view import view
 
 
-def write_report(results: Results, folder: Path | str, name: str = "report.html") -> Path:
-    """Write the report into the folder that has the comparison's pictures; its path."""
+def write_report(
+    results: Results, folder: Path | str, name: str = "report.html", expected: Mapping[str, float] | None = None
+) -> Path:
+    """Write the report into the folder that has the comparison's pictures; its path.
+
+    `expected` has the PSNR that was expected of a candidate, by label, to stand beside what was measured.
+    """
     try:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -23,7 +29,7 @@ def write_report(results: Results, folder: Path | str, name: str = "report.html"
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    text = pages.get_template("report.html").render(page=view(results, Path(folder)))
+    text = pages.get_template("report.html").render(page=view(results, Path(folder), expected or {}))
     path = Path(folder) / name
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, "utf-8")

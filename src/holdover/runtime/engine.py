@@ -51,6 +51,11 @@ class Engine:
         self.owner: Any = None
 
     @property
+    def method(self) -> Method:
+        """The method of the generations that start now."""
+        return self._methods[-1]
+
+    @property
     def branch_state(self) -> Any:
         """The policy's state of the branch that runs, or ran last; None between generations."""
         return None if self._track is None else self._track.state

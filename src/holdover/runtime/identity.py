@@ -37,8 +37,8 @@ def fingerprint(transformer: nn.Module) -> str:
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
     """A few values spread over a parameter, rounded so that a change of precision does not matter."""
     flat = parameter.detach().flatten()
-    places = torch.linspace(0, flat.numel() - 1, _SAMPLES, device=flat.device).long()
-    return flat[places].to(torch.bfloat16).float()
+    places = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return flat[torch.tensor(places, device=flat.device)].to(torch.bfloat16).float()
 
 
 def dtype_of(transformer: nn.Module) -> str:
@@ -48,7 +48,12 @@ def dtype_of(transformer: nn.Module) -> str:
 
 def adapters(transformer: Any) -> tuple[str, ...]:
     """The names of the adapters in use."""
-    if not getattr(transformer, "peft_config", None):
+    if not getattr(transformer, "peft_config", None) or not any(map(_adapts, transformer.modules())):
         return ()
     active = transformer.active_adapters() if callable(transformer.active_adapters) else transformer.active_adapters
     return tuple(sorted([active] if isinstance(active, str) else active))
+
+
+def _adapts(module: nn.Module) -> bool:
+    """Whether a module is one of peft's and its adapters are switched on."""
+    return getattr(module, "disable_adapters", None) is False

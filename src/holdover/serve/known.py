@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +81,9 @@ def _certificate(certificate: Certificate) -> dict[str, Any]:
 
 def _frontier(profile: Profile) -> list[dict[str, Any]]:
     """Schedules with the quality they had: how many times fewer steps, and PSNR."""
-    points = [
+    points: list[dict[str, Any]] = [
         {"speed": len(tried.noise) / len(tried.computed), "psnr": tried.psnr, "origin": tried.origin}
         for tried in profile.facts.schedules
-        if tried.psnr is not None
+        if math.isfinite(tried.psnr)
     ]
-    return sorted(points, key=lambda point: float(point["speed"] or 0))
+    return sorted(points, key=lambda point: point["speed"])

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from ..calibration.calls import Caller, quiet
 from ..calibration.prompts import GENERATIONS, Prompt, built_in
 from ..errors import ConfigError
+from ..metrics import PSNR_CAP
 from ..plan.rollout import Weights
 from ..plan.search import neighbours
 from ..profiles import Profile, Schedule
@@ -53,7 +54,7 @@ def polish(
         plans = [_plan(profile, pipe, best, weights) for weights in fitted]
         values = [tried.values(_with(profile, plan), "psnr", best) for plan in plans]
     value, plan = max(zip(values, plans, strict=True), key=lambda pair: _worth(pair[0]))
-    return _with(profile, replace(plan, psnr=fmean(value)))
+    return _with(profile, replace(plan, psnr=min(fmean(value), PSNR_CAP)))
 
 
 def _climbed(start: tuple[int, ...], profile: Profile, tried: Trials, bar: Any) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from ..calibration.shelf import Shelf
 from ..grid import Grid
 from ..plan.config import PlanConfig
 from ..plan.kernel import Array
-from ..plan.making import Setting
 from ..plan.method import OutputPlan
 from ..plan.rollout import DEPTH, RIDGE
 from ..predictors.linear import Predictor
@@ -70,9 +69,7 @@ class _Refit(OutputPlan):
         return ()
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
-        if self._response is None:
-            whole = Grid(grid.count, grid.noise)
-            self._response = Setting(whole, ((0, whole.last),), self._pipeline.scheduler).response()
+        self._response = self._running(grid).kind.setting.response
         return _WhenItComes(self)
 
     def stepped(self, stepped: Stepped) -> None:

@@ -57,15 +57,19 @@ class Trials:
             self._pictures.put(pictures)
             done()
 
-    def values(
+    def values(self, profile: Profile, metric: str, computed: tuple[int, ...]) -> list[float]:
+        """The quality of each picture under a schedule."""
+        return self.tried(profile, metric, computed)[0]
+
+    def tried(
         self,
         profile: Profile,
         metric: str,
         computed: tuple[int, ...],
         done: Callable[[], Any] = _silent,
         enough: Callable[[list[float]], bool] = _never,
-    ) -> list[float]:
-        """The quality of each picture under a schedule; stops early once `enough` of them tell."""
+    ) -> tuple[list[float], str]:
+        """The quality of each picture, and which plan it was; stops early once `enough` of them tell."""
         backend = PlanBackend(PlanConfig(profile=profile, schedule=computed, guard=False))
         backend.enable(self._caller.pipe)
         found: list[float] = []
@@ -77,6 +81,6 @@ class Trials:
                 done()
                 if enough(found):
                     break
+            return found, backend.plan_digest()
         finally:
             backend.disable()
-        return found

@@ -33,6 +33,7 @@ class Tried:
     expected: float | None
     values: tuple[float, ...]
     passed: bool
+    plan: str
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def tune(
                 def hopeless(values: list[float]) -> bool:
                     return _below(values, wanted) > most
 
-                values = trials.values(profile, wanted.metric, choice.computed, bar.update, hopeless)
+                values, plan = trials.tried(profile, wanted.metric, choice.computed, bar.update, hopeless)
                 passed = not hopeless(values)
                 offset = profile.facts.psnr_offset
                 expected = None if offset is None or wanted.metric != "psnr" else choice.psnr(offset)
-                tried.append(Tried(choice.computed, expected, tuple(values), passed))
+                tried.append(Tried(choice.computed, expected, tuple(values), passed, plan))
                 return passed
 
             best = fastest(candidates, passes)
@@ -103,6 +104,7 @@ def tune(
         below=_below(values, wanted),
         prompts_hash=hash_of(chosen),
         scheduler=type(pipe.scheduler).__name__,
+        plan=next(t.plan for t in tried if t.computed == best.computed),
         guidance=profile.facts.guidance,
         adapters=tuple(a for module in transformers_of(pipe).values() for a in adapters(module)),
     )
