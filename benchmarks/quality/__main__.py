@@ -47,7 +47,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=None, help="how many of the 128 test prompts")
     parser.add_argument("--batch", type=int, default=None, help="pictures that are drawn at once")
-    parser.add_argument("--trials", type=int, default=None, help="schedules tried in a polish; 0 leaves polishing out")
     parser.add_argument("--quick", action="store_true", help="a little of everything, to see that it runs")
     parser.add_argument("--out", type=Path, default=None, help="result file; one that is there is taken up again")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no part begins")
@@ -67,11 +66,11 @@ def _run(options: argparse.Namespace, out: Path) -> None:
 
 
 def _scale(options: argparse.Namespace) -> Scale:
-    given = {name: getattr(options, name) for name in ("prompts", "batch", "trials")}
+    given = {name: getattr(options, name) for name in ("prompts", "batch")}
     scale = dataclasses.replace(
         QUICK if options.quick else Scale(), **{name: value for name, value in given.items() if value is not None}
     )
-    return dataclasses.replace(scale, polished=()) if scale.trials == 0 else scale
+    return scale
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "cost": cost.costs,
         **{_titled(name, main): _table(table, main, scale.budgets) for name, table in OURS.items()},
         **{_titled(name, main): _table(table, main, beyond) for name, table in OTHERS.items()},
+        "polished": _table(plans.polished, main, scale.budgets),
         "generations": dependence.generations,
         "certificates": certificate.certificates,
         "guard": guard.ordinary,
@@ -55,7 +56,6 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "other steps": dependence.steps,
         "schedulers": dependence.schedulers,
         **{_titled(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
-        **{f"polished, {budget} computed": plans.polished(budget) for budget in scale.polished},
     }
 
 

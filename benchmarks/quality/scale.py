@@ -26,9 +26,6 @@ class Scale:
     searched: int = 32
     tries: int = 8
     halvings: int = 6
-    polished: tuple[int, ...] = (8, 10, 15)
-    trials: int = 60
-    polished_on: int = 64
     targets: tuple[str, ...] = ("psnr>=35", "psnr>=40")
     held_back: tuple[int, int] = (64, 128)
     share: float = 0.95
@@ -63,9 +60,6 @@ QUICK = Scale(
     searched=1,
     tries=1,
     halvings=2,
-    polished=(4,),
-    trials=2,
-    polished_on=2,
     targets=("psnr>=20",),
     held_back=(2, 4),
     share=0.5,
