@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint docs setup clean
+.PHONY: demo test lint docs setup browser clean
 
 setup: $(VENV)/.installed
 
@@ -17,8 +17,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
-test: setup lint
+test: setup lint browser
 	$(BIN)/python -m pytest -n 2 --durations=10
+
+# Pages are tested in Chromium, where it is there or can be installed; otherwise those tests say so and are skipped.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -y -qq chromium; } || echo "Chromium is not here: its tests are skipped."
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples training docs

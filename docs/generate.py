@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -68,8 +69,13 @@ def pages() -> dict[Path, str]:
         docs / "models.md": models_page(),
         docs / "reference.md": reference_page(),
         **{page: with_parts(page, settings=table) for page, table in by_method.items()},
+        docs / "methods" / "plan.md": with_parts(
+            docs / "methods" / "plan.md", settings=settings("plan"), quality=quality()
+        ),
         docs / "performance.md": with_parts(docs / "performance.md", speed=speed()),
-        ROOT / "README.md": with_parts(ROOT / "README.md", models=short_models()),
+        ROOT / "README.md": with_parts(
+            ROOT / "README.md", models=short_models(), quality=quality(SHORT), speed=speed_in_short()
+        ),
     }
 
 
@@ -105,6 +111,49 @@ def speed() -> str:
         sys.path.append(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.table")
     text: str = benchmark.markdown(ROOT / "benchmarks" / "results" / "speed.json")
+    return text
+
+
+# Quality.
+
+QUALITY = ROOT / "benchmarks" / "results" / "quality.json"
+SHOWN = (6, 8, 10, 12, 15, 20, 25)
+SHORT = (
+    "plan, guard off",
+    "cache_dit DBCache + TaylorSeer 1",
+    "diffusers TaylorSeer",
+    "mag_cache",
+    "tea_cache",
+    "fewer steps",
+)
+
+
+def quality(methods: Sequence[str] = ()) -> str:
+    """PSNR, mean and 10th percentile, by computed steps of 50, from the quality benchmark."""
+    measured = json.loads(QUALITY.read_text("utf-8"))
+    cells: dict[str, dict[int, str]] = {}
+    for part in measured["parts"].values():
+        for row in part.get("rows", ()):
+            if row["steps"] == 50 and row["wanted"] in SHOWN and _in_main_table(row["method"]):
+                figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
+                cells.setdefault(row["method"], {})[row["wanted"]] = figures
+    names = methods or sorted(cells, key=lambda name: (not name.startswith("plan"), name))
+    rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN)) for n in names]
+    made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
+    head = ("computed of 50 steps", *map(str, SHOWN))
+    return f"{table(head, rows)}\n\nPSNR in dB to the uncached picture, mean / 10th percentile. {made}."
+
+
+def _in_main_table(method: str) -> bool:
+    return not method.split()[0].isdigit() and not method.startswith(("guidance", "plan, profile", "Euler"))
+
+
+def speed_in_short() -> str:
+    """The chief rows of the speed benchmark."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    benchmark = importlib.import_module("benchmarks.speed.table")
+    text: str = benchmark.in_short(ROOT / "benchmarks" / "results" / "speed.json")
     return text
 
 

@@ -35,6 +35,38 @@ def markdown(path: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def in_short(path: Path, model: str = "flux") -> str:
+    """The chief rows of one model: seconds, and how many times faster than the uncached eager run."""
+    if not path.exists():
+        return NONE_YET
+    figures = json.loads(path.read_text("utf-8"))
+    rows = [row for row in figures["rows"] if row["section"] == "table" and row["model"] == model]
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in sorted((row for row in rows if row["label"] != "identical"), key=_rank):
+        by_name.setdefault(f"{row['by']} {row['label']}".strip(), {})[row["mode"]] = row
+    shown = [
+        [name, _steps(of_mode), *(_seconds(of_mode.get(mode)) for mode in MODES)] for name, of_mode in by_name.items()
+    ]
+    modes = [mode for i, mode in enumerate(MODES) if any(line[2 + i] for line in shown)]
+    lines = [line[: 2 + len(modes)] for line in shown]
+    head = (f"{rows[0]['title']}, {rows[0]['shape']}, {rows[0]['steps']} steps", "computed", *(MODES[m] for m in modes))
+    return f"{table(head, lines)}\n\n{where(figures['runs'], rows).lstrip('- ')}"
+
+
+def _steps(of_mode: dict[str, Row]) -> str:
+    row = next(iter(of_mode.values()))
+    return str(row.get("computed", "")) + ("\\*" if row.get("forced") else "")
+
+
+def _seconds(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "raised" in row:
+        return "raises"
+    faster = row.get("speedup", {}).get("eager")
+    return f"{row['seconds']:.2f} s" + ("" if faster is None else f", {faster:.2f}x")
+
+
 def models(rows: Sequence[Row]) -> list[str]:
     """One table for each model and mode."""
     parts = []

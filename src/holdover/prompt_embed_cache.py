@@ -25,6 +25,7 @@ import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sized
 from concurrent.futures import Future
+from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -363,6 +364,8 @@ def _freeze(value: Any, other: Callable[[Any], Hashable] | None = None) -> Hasha
     kind = type(value)
     if kind in _ATOMS:
         return kind, value.hex() if kind is float else value  # 0.0 and -0.0 are equal
+    if isinstance(value, PurePath):
+        return kind, str(value)
     if kind in (list, tuple):
         return kind, tuple(_freeze(item, other) for item in value)
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ import holdover
 
 STEPS = 50
 CALIBRATED_ON, POLISHED_ON = 16, 64
-BUDGETS = (6, 8, 10, 12, 15)
+BUDGETS = (6, 8, 10, 12)  # with 15 and more, moving steps gains nothing on other prompts
 TARGETS = ("psnr>=30", "psnr>=35", "psnr>=40")
 
 

@@ -56,20 +56,27 @@ class Kernel:
         return np.maximum.accumulate(factors[::-1])[::-1]
 
     def on(self, noise: Array) -> Kernel:
-        """The same model on another grid of noise levels: its outputs are smooth in the noise and are interpolated."""
+        """The same model on another grid of noise levels: its outputs are smooth in the noise and are interpolated.
+
+        Between two measured outputs nobody knows how smooth they are. By how much a cubic and a straight line differ
+        there is added to each output as noise of its own, so that no weights are fitted to a smoothness nobody saw.
+        """
         if np.array_equal(noise, self.noise):
             return self
         moved = interpolation(self.noise, noise)
+        doubt = moved - interpolation(self.noise, noise, points=2)
         known, wanted = np.append(self.noise, 0.0), np.append(noise, 0.0)
         growth = np.stack([np.interp(-wanted, -known, row) for row in self.growth])
-        return Kernel(noise, moved @ self.grams @ moved.T, growth)
+        grams = moved @ self.grams @ moved.T
+        grams[:, range(len(noise)), range(len(noise))] += np.einsum("ti,gij,tj->gt", doubt, self.grams, doubt)
+        return Kernel(noise, grams, growth)
 
 
-def interpolation(known: Array, wanted: Array) -> Array:
-    """The matrix that takes values at `known` to values at `wanted`: cubic through the four nearest, flat outside."""
+def interpolation(known: Array, wanted: Array, points: int = 4) -> Array:
+    """The matrix that takes values at `known` to values at `wanted`: through the nearest points, flat outside."""
     matrix = np.zeros((len(wanted), len(known)))
     places, first = np.unique(known, return_index=True)
     for row, point in zip(matrix, np.clip(wanted, places[0], places[-1]), strict=True):
-        near = np.argsort(np.abs(places - point), kind="stable")[:4]
+        near = np.argsort(np.abs(places - point), kind="stable")[:points]
         row[first[near]] = newton_weights(places[near].tolist(), float(point))
     return matrix
