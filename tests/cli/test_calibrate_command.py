@@ -1,0 +1,72 @@
+"""`holdover calibrate` and `holdover tune`, on the model in the box with few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdover.cli.app import app
+from holdover.profiles import Profile
+
+
+def ran(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
+    code, said = ran("calibrate", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
+    assert code == 0, said
+    assert "3x: 2 of 6 steps, expected to keep" in said
+    assert f"profile  {out}" in said
+    return out
+
+
+def test_calibrate_writes_a_profile(profile: Path) -> None:
+    facts = Profile.load(profile).facts
+    assert (facts.name, facts.pipeline, facts.prompts, len(facts.noise)) == ("emoji", "EmojiPipeline", 2, 6)
+    assert facts.psnr_offset is not None
+    assert facts.tea_cache
+    assert facts.mag_cache
+
+
+def test_tune_writes_a_certificate_and_a_report(profile: Path, tmp_path: Path) -> None:
+    words = ["--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=15"]
+    code, said = ran("tune", profile, *words, "--report", tmp_path / "report", "--report-prompts", 1)
+    assert code == 0, said
+    assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
+    assert Profile.load(profile).facts.certificates[0].target == "psnr>=15"
+    page = (tmp_path / "report" / "report.html").read_text("utf-8")
+    assert "plan 3" in page
+    assert "dB expected" in page
+
+
+BAD = {
+    "another suffix": (["calibrate", "--out", "profile.json"], "--out must end in .safetensors"),
+    "no prompts": (["calibrate", "--num", "0"], "--num must be 1 or more"),
+    "a file that is not there": (["calibrate", "--prompts", "none.txt"], "No prompts could be read from none.txt"),
+    "a profile that is not there": (["tune", "none.safetensors"], "No profile could be read from none.safetensors"),
+    "a bad target": (["tune", "none.safetensors", "--target", "pnsr>=3"], "Did you mean 'psnr'?"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_and_exit_code_2(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words, said = BAD[case]
+    code, output = ran(*words)
+    assert code == 2
+    assert said in output
+    assert output.strip().count("\n") == 0
+
+
+def test_a_profile_that_is_there_is_not_replaced(profile: Path) -> None:
+    before = profile.read_bytes()
+    code, said = ran("calibrate", "--out", profile)
+    assert code == 2
+    assert "is there already" in said
+    assert profile.read_bytes() == before
