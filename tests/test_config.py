@@ -52,6 +52,7 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mag_calibrate": ("bool", ()),
     "interpolation": ("str", ("linear", "", "LOG")),
     "calibration_path": ("str or None", ()),
+    "hold_in": ("str", ("disk", "", "FP8")),
     "Fn_compute_blocks": ("int", (0, -1)),
     "Bn_compute_blocks": ("int", (-1,)),
     "max_warmup_steps": ("int", (-1,)),
