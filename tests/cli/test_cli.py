@@ -74,6 +74,12 @@ def test_info_says_what_a_bug_report_needs() -> None:
     assert found["device"]
 
 
+def test_info_shows_where_a_model_is_cut() -> None:
+    out, _ = run("info", "--model", "emoji")
+    assert "FluxTransformer2DModel replays" in out
+    assert "cut: transformer_blocks (2), single_transformer_blocks (8)" in out
+
+
 def test_version() -> None:
     assert run("--version") == (f"{holdover.__version__}\n", "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,9 @@ from rich.table import Table
 from .. import __version__
 from .calibrate import calibrate, tune
 from .compare import compare
+from .failing import one_line_errors
 from .generate import generate
+from .loading import load_pipeline
 from .models import models
 from .serve import serve
 
@@ -70,8 +72,10 @@ def methods(
 
 
 @app.command()
-def info() -> None:
-    """Versions and the device: what a bug report needs."""
+def info(
+    model: Annotated[str | None, typer.Option(help="Show its cut too: emoji, a folder, or a checkpoint's id.")] = None,
+) -> None:
+    """Versions, the device and a model's cut: what a bug report needs."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
@@ -84,6 +88,20 @@ def info() -> None:
     }
     for label, value in rows.items():
         console.print(f"{label:<13}{value}", highlight=False, soft_wrap=True)
+    if model is not None:
+        with one_line_errors():
+            _print_cut(load_pipeline(model))
+
+
+def _print_cut(pipe: Any) -> None:
+    """Where the cut through each transformer runs, found and replayed in a generation of two steps."""
+    from ..api import enable
+
+    pipe.set_progress_bar_config(disable=True)
+    with enable(pipe, "mag_cache", mag_ratios=[1.0, 1.0]) as cache:
+        pipe("red apple", num_inference_steps=2)
+        for name, report in cache.reports().items():
+            console.print(f"{name:<13}{report}", highlight=False, soft_wrap=True)
 
 
 def _installed(package: str) -> str:
