@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -69,47 +69,59 @@ def tune(
     tried from slow to fast, each until it has passed or can no longer pass.
     """
     wanted, chosen = Target.parsed(target), _held_back(pipe, profile, prompts, share, confidence)
-    most = allowed(len(chosen), share, confidence)
-    assert most is not None
-    candidates = _candidates(planner_for(profile).frontier, wanted, profile.facts.psnr_offset)
     caller = Caller(pipe, len(profile.facts.noise), profile.facts.guidance, {**dict(profile.facts.call), **call})
-    tried: list[Tried] = []
+    candidates = _candidates(planner_for(profile).frontier, wanted, profile.facts.psnr_offset)
     with quiet(pipe), Trials(caller, chosen, seed, batch_size) as trials:
         total = trials.runs * (1 + len(candidates))
         with tqdm(total=total, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
             trials.reference(bar.update)
-
-            def passes(choice: Choice) -> bool:
-                def hopeless(values: list[float]) -> bool:
-                    return _below(values, wanted) > most
-
-                values, plan = trials.tried(profile, wanted.metric, choice.computed, bar.update, hopeless)
-                passed = not hopeless(values)
-                offset = profile.facts.psnr_offset
-                expected = None if offset is None or wanted.metric != "psnr" else choice.psnr(offset)
-                tried.append(Tried(choice.computed, expected, tuple(values), passed, plan))
-                return passed
-
-            best = fastest(candidates, passes)
+            test = _Test(profile, wanted, trials, allowed(len(chosen), share, confidence) or 0, bar.update)
+            best = fastest(candidates, test.passes)
     if best is None:
-        return Tuned(profile, None, tuple(tried))
-    values = next(t.values for t in tried if t.computed == best.computed)
+        return Tuned(profile, None, tuple(test.tried))
+    shown = next(tried for tried in test.tried if tried.computed == best.computed)
     certificate = Certificate(
         target=str(wanted),
-        computed=best.computed,
+        computed=shown.computed,
         noise=profile.facts.noise,
         share=share,
         confidence=confidence,
-        prompts=len(values),
-        below=_below(values, wanted),
+        prompts=len(shown.values),
+        below=_below(shown.values, wanted),
         prompts_hash=hash_of(chosen),
         scheduler=type(pipe.scheduler).__name__,
-        plan=next(t.plan for t in tried if t.computed == best.computed),
+        plan=shown.plan,
         guidance=profile.facts.guidance,
         adapters=tuple(a for module in transformers_of(pipe).values() for a in adapters(module)),
     )
     kept = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
-    return Tuned(profile.with_facts(certificates=(*kept, certificate)), certificate, tuple(tried))
+    return Tuned(profile.with_facts(certificates=(*kept, certificate)), certificate, tuple(test.tried))
+
+
+@dataclass
+class _Test:
+    """Tries candidates on held-back prompts, each until it has passed or can no longer pass."""
+
+    profile: Profile
+    target: Target
+    trials: Trials
+    most: int
+    done: Callable[[], Any]
+    tried: list[Tried] = field(default_factory=list)
+
+    def passes(self, choice: Choice) -> bool:
+        """Whether no more pictures miss the target than are allowed."""
+        values, plan = self.trials.tried(
+            self.profile, self.target.metric, choice.computed, self.done, enough=self._hopeless
+        )
+        offset = self.profile.facts.psnr_offset
+        expected = None if offset is None or self.target.metric != "psnr" else choice.psnr(offset)
+        passed = not self._hopeless(values)
+        self.tried.append(Tried(choice.computed, expected, tuple(values), passed, plan))
+        return passed
+
+    def _hopeless(self, values: list[float]) -> bool:
+        return _below(values, self.target) > self.most
 
 
 def _below(values: Sequence[float], target: Target) -> int:
