@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from .conftest import MAG
-from .servers import Server
+from .servers import HOLDOVER, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "serving.md").read_text("utf-8")
@@ -46,7 +46,7 @@ def test_curl_draws_the_dragon(server: Server, tmp_path: Path) -> None:
 
 
 def test_every_flag_of_the_guide_exists() -> None:
-    shown = subprocess.run(["holdover", "serve", "--help"], capture_output=True, text=True, check=True, timeout=120)
+    shown = subprocess.run([HOLDOVER, "serve", "--help"], capture_output=True, text=True, check=True, timeout=120)
     named = set(
         re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", re.sub(r"```(bash|dockerfile|yaml).*?```", "", GUIDE, flags=re.S))
     )
