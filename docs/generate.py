@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 def pages() -> dict[Path, str]:
     """Every file with generated text in it, as it should be."""
     docs = ROOT / "docs"
-    methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit", "plan": "plan"}
+    methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit"}
     by_method = {docs / "methods" / f"{page}.md": settings(method) for page, method in methods.items()}
     return {
         docs / "models.md": models_page(),
@@ -74,7 +74,7 @@ def pages() -> dict[Path, str]:
         ),
         docs / "performance.md": with_parts(docs / "performance.md", speed=speed()),
         ROOT / "README.md": with_parts(
-            ROOT / "README.md", models=short_models(), quality=quality(SHORT), speed=speed_in_short()
+            ROOT / "README.md", models=short_models(), quality=quality(SHORT), speed=speed("in_short")
         ),
     }
 
@@ -105,12 +105,12 @@ def code(words: Iterable[Any]) -> str:
 # Speed.
 
 
-def speed() -> str:
-    """The tables of the speed benchmark, from its result file."""
+def speed(part: str = "markdown") -> str:
+    """The tables of the speed benchmark from its result file, all of them or `in_short`."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.table")
-    text: str = benchmark.markdown(ROOT / "benchmarks" / "results" / "speed.json")
+    text: str = getattr(benchmark, part)(ROOT / "benchmarks" / "results" / "speed.json")
     return text
 
 
@@ -146,15 +146,6 @@ def quality(methods: Sequence[str] = ()) -> str:
 
 def _in_main_table(method: str) -> bool:
     return not method.split()[0].isdigit() and not method.startswith(("guidance", "plan, profile", "Euler"))
-
-
-def speed_in_short() -> str:
-    """The chief rows of the speed benchmark."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    benchmark = importlib.import_module("benchmarks.speed.table")
-    text: str = benchmark.in_short(ROOT / "benchmarks" / "results" / "speed.json")
-    return text
 
 
 # Settings.

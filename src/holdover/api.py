@@ -40,8 +40,8 @@ def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend:
 def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend:
     """Put a cache on a pipeline or a transformer and return it, enabled.
 
-    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"none"`) with its settings as keywords, or a
-    config object.
+    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"none"`) with its settings as
+    keywords, or a config object.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)

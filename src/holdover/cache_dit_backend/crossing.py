@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..models.arguments import tensors_in
 from ..runtime.calls import Call, Outcome
+from ..runtime.recent import Recent
 from ..runtime.replay import ReplayReport, compare
 from ..runtime.unit import Unit
 from .contexts import BranchContexts, StepContextManager
@@ -47,7 +48,7 @@ class CacheDiTCrossing:
 
     def __init__(self, unit: Unit, fitting: Fitting) -> None:
         self._unit, self._fitting = unit, fitting
-        self._checked: dict[Any, None] = {}
+        self._checked: Recent[Any, None] = Recent(_KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Run the forward with the lists under cache-dit, which decides inside; then ask what it decided."""
@@ -98,8 +99,6 @@ class CacheDiTCrossing:
             manager.replaying = False
         if not report.ok:
             raise self._refusal(call, "a held step does not replay a computed one", report)
-        while len(self._checked) >= _KINDS:
-            self._checked.pop(next(iter(self._checked)))
         self._checked[call.structure] = None
         self._unit.report = report
 

@@ -173,10 +173,8 @@ class Probe(OutputPlan):
         self.computed: tuple[int, ...] = ()
         self._trajectory = trajectory
 
-    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
-        self._units.append(unit)
-        self._pipeline = pipeline
-        return ()
+    def _measured(self, unit: Unit) -> None:
+        """A probe stands on no profile."""
 
     def policy(self, unit: Unit, branch: str, grid: Grid) -> Scheduled:
         scheduled = super().policy(unit, branch, grid)

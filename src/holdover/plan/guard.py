@@ -11,11 +11,12 @@ from collections import deque
 from math import isfinite
 from statistics import median
 
+import numpy as np
 import torch
 
 from ..runtime.late import LateScalar
 from .kernel import Kernel
-from .rollout import DEPTH, Weights, error_of, least_squares
+from .rollout import DEPTH, Weights, least_squares, missed_by
 
 HARD = 2.0  # times the largest ratio of the calibration: one more step is computed
 FOREIGN = 8.0  # times its median, over a whole generation: these are not the weights that were measured
@@ -47,8 +48,8 @@ class Guard:
 
     def _largest(self, weights: Weights, step: int) -> float:
         """The same in the measured generation that was hardest at this step."""
-        grams = self._kernel.grams
-        return max(1e-12, *(error_of(weights, step, g) / max(float(g[step, step]), 1e-12) for g in grams))
+        missed = self._kernel.squared(missed_by(weights, step, self._kernel.steps))
+        return max(1e-12, float((missed / np.maximum(self._kernel.grams[:, step, step], 1e-12)).max()))
 
     def alarmed(self) -> bool:
         """Whether a number that has arrived since the last call is far outside what was measured."""

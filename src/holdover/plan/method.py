@@ -18,6 +18,7 @@ from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
 from ..runtime.identity import facts_of
 from ..runtime.method import Method
+from ..runtime.recent import Recent
 from ..runtime.unit import Unit
 from ..runtime.whole import WholeSeam
 from .config import PlanConfig
@@ -36,7 +37,7 @@ class Memory:
     """What plans of one cache share: kinds of generation, and which transformers were compared with which profile."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: Recent[Any, Kind] = Recent(_KINDS)
         self.checked: set[tuple[Unit, str]] = set()
 
     def kind(self, pipeline: Any, units: list[Unit], grid: Grid, profile: Profile | None) -> Kind:
@@ -44,8 +45,6 @@ class Memory:
         key = (None if profile is None else profile.digest, *key_of(pipeline, units, grid))
         found = self._kinds.get(key)
         if found is None:
-            while len(self._kinds) >= _KINDS:
-                del self._kinds[next(iter(self._kinds))]
             found = self._kinds[key] = kind_of(setting_of(pipeline, units, grid), profile)
         return found
 
@@ -73,7 +72,7 @@ class PlanMethod(Method):
         self._pipeline: Any = None
         self._profile: Profile | None = None
         self._maker = PlanMaker(config, None)
-        self._plans: dict[Kind, Plan] = {}
+        self._plans: Recent[Kind, Plan] = Recent(_KINDS)
         self._current: _Current | None = None
         self._warned = False
 
@@ -85,7 +84,7 @@ class PlanMethod(Method):
         self._units.append(unit)
         self._pipeline = pipeline
         if len(self._units) == 1:
-            self._profile = resolved(self._settings.profile, unit.core)
+            self._profile = self._measured(unit)
             self._maker = PlanMaker(self._settings, self._profile)
         if self._profile is None:
             if self._settings.predictor == "least_squares" or self._settings.target is not None:
@@ -95,6 +94,10 @@ class PlanMethod(Method):
             _check_measured_on(self._profile, unit)
             self._memory.checked.add((unit, self._profile.digest))
         return (f"{unit.name}: profile {self._profile.name}",)
+
+    def _measured(self, unit: Unit) -> Profile | None:
+        """The profile the plans stand on."""
+        return resolved(self._settings.profile, unit.core)
 
     def started(self) -> None:
         self._current = None
@@ -134,8 +137,6 @@ class PlanMethod(Method):
 
     def _planned(self, kind: Kind) -> Plan:
         if kind not in self._plans:
-            while len(self._plans) >= _KINDS:
-                del self._plans[next(iter(self._plans))]
             self._plans[kind] = self._maker.plan(kind)
             self._units[0].notes.update(self._plans[kind].notes)
         return self._plans[kind]

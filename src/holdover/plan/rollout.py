@@ -111,9 +111,13 @@ class _Walk:
 def fit(features: Array, wanted: Array, gram: Array) -> Array:
     """Least squares over vectors of which only inner products are known: (F G F' + ridge) w = F G y."""
     known = features @ gram
-    normal = known @ features.T
-    ridge = RIDGE * np.trace(normal) / len(normal)
-    weights: Array = np.linalg.solve(normal + ridge * np.eye(len(normal)), known @ wanted)
+    return ridged(known @ features.T, known @ wanted)
+
+
+def ridged(normal: Array, known: Array) -> Array:
+    """The solution of normal equations, with a ridge that keeps it finite."""
+    ridge = RIDGE * np.trace(normal) / len(normal) * np.eye(len(normal))
+    weights: Array = np.linalg.solve(normal + ridge, known)
     return weights
 
 
@@ -125,7 +129,13 @@ def least_squares(anchors: Sequence[int], step: int, gram: Array) -> Weights:
 
 def error_of(weights: Weights, step: int, gram: Array) -> float:
     """Mean squared error of predicting the output of `step`: G_tt - 2 w'G_St + w'G_SS w."""
-    vector = np.zeros(len(gram))
+    vector = missed_by(weights, step, len(gram))
+    return float(vector @ gram @ vector)
+
+
+def missed_by(weights: Weights, step: int, steps: int) -> Array:
+    """What a prediction of the output of `step` misses, over the outputs."""
+    vector = np.zeros(steps)
     vector[step] = 1.0
     vector[list(weights.anchors)] -= np.asarray(weights.values)
-    return float(vector @ gram @ vector)
+    return vector

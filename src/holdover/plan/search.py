@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from .kernel import Array
-from .rollout import RIDGE
+from .rollout import ridged
 
 GAP = 12  # steps from one computed step to the next, at most
 Pair = tuple[int, int]
@@ -44,10 +44,9 @@ class Gaps:
         anchors = [step for step in (previous, last) if step >= 0]
         held = np.arange(last + 1, self.steps)
         normal: Array = gram[anchors][:, anchors]
-        ridge = RIDGE * np.trace(normal) / len(normal) * np.eye(len(normal))
         errors = np.zeros((len(held), self.steps))
         errors[np.arange(len(held)), held] = 1.0
-        errors[:, anchors] -= np.linalg.solve(normal + ridge, gram[anchors][:, held]).T
+        errors[:, anchors] -= ridged(normal, gram[anchors][:, held]).T
         summed = np.cumsum(self._reach[held][:, None] * errors, axis=0)
         costs = np.einsum("ti,ti->t", summed @ gram, summed)
         return [0.0, 0.0, *np.maximum(costs, 0.0).tolist()]

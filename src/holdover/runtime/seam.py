@@ -25,7 +25,6 @@ from .unit import CutChoice, Unit
 from .whole import WholeSeam
 
 OTHER_PATH = Decision(True, "the forward took another path than before")
-_KINDS = 64  # sizes and flags a forward is given by the host make kinds; the oldest is traced again
 _TEMB = ("temb", "timestep_proj", "time_embed", "adaln_input", "conditioning")
 
 
@@ -64,10 +63,7 @@ class Seam:
         """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
         watch = TracePass()
         self._unit.run(watch, call.plain, call.args, call.kwargs)
-        cuts = self._unit.cuts
-        while len(cuts) >= _KINDS:
-            cuts.pop(next(iter(cuts)))
-        choice = cuts[call.structure] = CutChoice(watch.trace.cut(self._unit.family.head))
+        choice = self._unit.cuts[call.structure] = CutChoice(watch.trace.cut(self._unit.family.head))
         return choice
 
     def _follow(self, call: Call, choice: CutChoice) -> Outcome:

@@ -19,9 +19,11 @@ from ..models.registry import family_of
 from .adopt import Adoptions
 from .clock import NO_HINT, Hint
 from .passes import Pass
+from .recent import Recent
 from .replay import ReplayReport
 from .standin import untraced
 
+_KINDS = 64  # sizes and flags a forward is given by the host make kinds; the oldest is traced again
 Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -45,7 +47,7 @@ class Unit:
         self.extractor = extractor_of(self.core)
         self.arguments = ForwardArguments(self.core, self.family.conditioning)
         self.lists = block_lists(self.core)
-        self.cuts: dict[Any, CutChoice] = {}
+        self.cuts: Recent[Any, CutChoice] = Recent(_KINDS)
         self.hint: Hint = NO_HINT
         self.running: Pass | None = None
         self.report: ReplayReport | None = None

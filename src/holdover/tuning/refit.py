@@ -8,9 +8,7 @@ the uncached one, and R the scheduler's response.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..calibration.calls import Caller
@@ -21,7 +19,7 @@ from ..grid import Grid
 from ..plan.config import PlanConfig
 from ..plan.kernel import Array
 from ..plan.method import OutputPlan
-from ..plan.rollout import DEPTH, RIDGE
+from ..plan.rollout import DEPTH, ridged
 from ..predictors.linear import Predictor
 from ..runtime.backend import transformers_of
 from ..runtime.clock import Stepped
@@ -63,10 +61,8 @@ class _Refit(OutputPlan):
         self._response: Array | None = None
         self.fitted: dict[int, tuple[float, ...]] = {}
 
-    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
-        self._units.append(unit)
-        self._pipeline = pipeline
-        return ()
+    def _measured(self, unit: Unit) -> None:
+        """A fit stands on no profile."""
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
         self._response = self._running(grid).kind.setting.response
@@ -85,8 +81,7 @@ class _Refit(OutputPlan):
         features = torch.stack([self._outputs[a].flatten() for a in anchors]).double()
         normal = (features @ features.T).cpu().numpy()
         known = (features @ self._wanted(step).flatten().double()).cpu().numpy()
-        ridge = RIDGE * np.trace(normal) / len(normal) * np.eye(len(normal))
-        return tuple(map(float, np.linalg.solve(normal + ridge, known)))
+        return tuple(map(float, ridged(normal, known)))
 
     def _wanted(self, step: int) -> torch.Tensor:
         assert self._response is not None
