@@ -1,0 +1,1 @@
+"""The little of vLLM that the stand-in for vLLM-Omni needs."""

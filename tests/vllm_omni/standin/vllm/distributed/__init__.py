@@ -1,0 +1,1 @@
+"""vLLM keeps the tensor parallel group."""

@@ -1,0 +1,1 @@
+"""Laid out as in vLLM-Omni."""

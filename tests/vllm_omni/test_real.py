@@ -1,0 +1,75 @@
+"""The same against vLLM-Omni itself, where it is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdover.selector import config_class
+from holdover.vllm_omni import METHODS
+
+
+def installed() -> bool:
+    """The folder of these tests is itself a package called vllm_omni to Python, so a module inside is looked for."""
+    return all(importlib.util.find_spec(name) is not None for name in ("vllm", "vllm_omni")) and (
+        importlib.util.find_spec("vllm_omni.plugins") is not None
+    )
+
+
+pytestmark = [
+    pytest.mark.vllm_omni,
+    pytest.mark.skipif(not installed(), reason="vLLM-Omni is not installed: pip install 'holdover[vllm-omni]'"),
+]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script, target = Path(__file__).with_name("real_script.py"), tmp_path_factory.mktemp("real") / "drawn.json"
+    done = subprocess.run(
+        [sys.executable, str(script), str(target)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_with_nothing_held_its_own_flux_draws_the_same_bits(drawn, name):
+    assert drawn["same"][name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(drawn, name):
+    refreshed, not_refreshed = drawn["held"][name]
+    assert len(refreshed) == 8
+    assert refreshed.startswith("C")
+    assert "h" in refreshed
+    assert not_refreshed == refreshed
+
+
+def test_its_own_backends_its_errors_and_its_functions_are_untouched(drawn):
+    assert drawn["own"].startswith("vllm_omni.")
+    assert "Did you mean 'budget'" in drawn["unknown"]
+    assert drawn["restored"]
+
+
+@pytest.mark.parametrize("method", METHODS.values())
+def test_its_defaults_and_ours_agree_where_both_have_a_setting(method):
+    from vllm_omni.diffusion.data import DiffusionCacheConfig
+
+    theirs, ours = DiffusionCacheConfig(), config_class(method)()
+    both = {f.name for f in dataclasses.fields(theirs)} & set(ours.field_names())
+    assert [n for n in both if getattr(theirs, n) is not None and getattr(theirs, n) != getattr(ours, n)] == []
