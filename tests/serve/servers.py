@@ -19,10 +19,36 @@ HOLDOVER = Path(sys.executable).with_name("holdover")
 DEADLINE = 90.0
 
 
-class Server:
+class Client:
+    """What tests ask a server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=120)
+
+    def draw(self, **request: Any) -> httpx.Response:
+        """POST what to draw: one branch and three steps unless told otherwise."""
+        asked = {"prompt": "red apple, glossy 3d style", "steps": 3, "guidance": 1.0, "seed": 1} | request
+        return self.http.post("/v1/images/generations", json=asked)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a counter, of all replicas together; 0 where it has not been counted yet."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        return sum(value for found, value in self.samples(name) if wanted <= found)
+
+    def samples(self, name: str) -> list[tuple[set[str], float]]:
+        """Every sample of a counter with its labels."""
+        lines = [
+            re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line) for line in self.http.get("/metrics").text.splitlines()
+        ]
+        return [(set((found[1] or "").split(",")), float(found[2])) for found in lines if found]
+
+
+class Server(Client):
     """One process and a client for it."""
 
-    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None, deadline: float = DEADLINE) -> None:
+        self._deadline = deadline
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [HOLDOVER, "serve", "--port", "0", *flags],
@@ -30,11 +56,10 @@ class Server:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
-        self.url = self._address()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        super().__init__(self._address())
 
     def _address(self) -> str:
-        until = time.monotonic() + DEADLINE
+        until = time.monotonic() + self._deadline
         while time.monotonic() < until and self.process.poll() is None:
             found = re.search(r"listens on (http://\S+)", self.log)
             if found:
@@ -47,26 +72,12 @@ class Server:
         return Path(self._log.name).read_text()
 
     def wait_until_ready(self) -> Server:
-        until = time.monotonic() + DEADLINE
+        until = time.monotonic() + self._deadline
         while time.monotonic() < until and self.process.poll() is None:
             if self.http.get("/ready").status_code == 200:
                 return self
             time.sleep(0.05)
         raise AssertionError(f"the server did not get ready:\n{self.log}")
-
-    def draw(self, **request: Any) -> httpx.Response:
-        """POST what to draw: one branch and three steps unless told otherwise."""
-        asked = {"prompt": "red apple, glossy 3d style", "steps": 3, "guidance": 1.0, "seed": 1} | request
-        return self.http.post("/v1/images/generations", json=asked)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The value of a counter; 0 where it has not been counted yet."""
-        wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        for line in self.http.get("/metrics").text.splitlines():
-            found = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
-            if found and wanted <= set((found[1] or "").split(",")):
-                return float(found[2])
-        return 0.0
 
     def stop(self, timeout: float = 60) -> int:
         """SIGTERM, and the exit status."""

@@ -71,5 +71,5 @@ def test_what_a_model_cannot_do_is_said(facts: Facts, request_: dict[str, Any], 
 def test_each_picture_of_a_request_has_its_own_seed_and_the_same_job() -> None:
     found = asked(n=3, seed=5)
     tickets = [found.ticket(i, lambda event: None, "id") for i in range(3)]
-    assert [ticket.seed for ticket in tickets] == [5, 6, 7]
+    assert [ticket.order.seed for ticket in tickets] == [5, 6, 7]
     assert {ticket.job for ticket in tickets} == {found.job}

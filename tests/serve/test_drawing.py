@@ -21,7 +21,7 @@ from holdover.serve.choice import Choice, choice
 from holdover.serve.forming import Forming, as_png, decoder_of, to_bytes
 from holdover.serve.model import Painter
 from holdover.serve.switch import Switch
-from holdover.serve.work import Event, Job, Ticket
+from holdover.serve.work import Job, Order
 from snapshots import denoiser, differences
 from tiny.prompted import prompted_flux
 
@@ -30,12 +30,8 @@ RATIOS = {"mag_ratios": [1.0], "mag_max_skip_steps": 2, "mag_retention_ratio": 0
 MAG = choice("mag_cache", RATIOS)
 
 
-def ignore(event: Event) -> None:
-    """Nobody looks."""
-
-
-def ticket(job: Job, seed: int, prompt: str = "red apple") -> Ticket:
-    return Ticket(job, prompt, None, seed, ignore)
+def order(job: Job, seed: int, prompt: str = "red apple") -> Order:
+    return Order(job, prompt, None, seed)
 
 
 JOB = Job((64, 64), 6, (("guidance_scale", 2.0),), False, NONE)
@@ -47,7 +43,7 @@ def painter() -> Painter:
 
 
 def test_a_pipeline_with_a_vae_draws_what_it_draws_by_itself(painter: Painter) -> None:
-    drawn = painter.draw(JOB, [ticket(JOB, 3), ticket(JOB, 4, "ghost")], lambda step, latents: None)
+    drawn = painter.draw(JOB, [order(JOB, 3), order(JOB, 4, "ghost")], lambda step, latents: None)
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     arguments = {"num_inference_steps": 6, "guidance_scale": 2.0, "height": 64, "width": 64, "output_type": "pt"}
     plain = painter.pipeline(["red apple", "ghost"], generator=generators, **arguments).images
@@ -64,7 +60,7 @@ def test_the_picture_a_vae_forms_ends_as_the_picture(painter: Painter) -> None:
         forming.follow(latents)
         shown.append(forming.pictures(step))
 
-    drawn = painter.draw(JOB, [ticket(JOB, 3)], follow)
+    drawn = painter.draw(JOB, [order(JOB, 3)], follow)
     assert len(shown) == 6
     assert torch.equal(shown[-1], drawn)
     assert not torch.equal(shown[2], drawn)
@@ -83,7 +79,7 @@ def test_a_png_holds_the_picture_bit_for_bit_and_is_resized_when_asked() -> None
 def draw(painter: Painter, switch: Switch, wanted: Choice) -> tuple[torch.Tensor, str]:
     job = Job(JOB.size, JOB.steps, JOB.guidance, False, wanted)
     with switch.on(wanted) as cache:
-        picture = painter.draw(job, [ticket(job, 3)], lambda step, latents: None)
+        picture = painter.draw(job, [order(job, 3)], lambda step, latents: None)
         last = cache.stats().last
     assert last is not None
     return picture, last.trace(last.branches[0])

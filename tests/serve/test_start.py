@@ -135,6 +135,17 @@ def test_until_the_model_is_loaded_the_server_asks_for_patience() -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
 
+def test_a_key_is_asked_for_below_a_prefix_too() -> None:
+    """As Ray Serve has it where several applications share an address."""
+
+    async def ask(path: str) -> int:
+        transport = httpx.ASGITransport(create_app(api_keys=["correct horse"]), root_path="/pictures")
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.get(path)).status_code
+
+    assert [asyncio.run(ask(f"/pictures{path}")) for path in ("/v1/models", "/metrics", "/health")] == [401, 401, 200]
+
+
 def test_a_server_in_this_process_ends_with_its_block() -> None:
     with running(cache_backend="mag_cache") as server:
         answer = httpx.post(

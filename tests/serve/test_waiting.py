@@ -10,7 +10,7 @@ import pytest
 from holdover.serve.choice import choice
 from holdover.serve.errors import ApiError
 from holdover.serve.waiting import Waiting
-from holdover.serve.work import Event, Job, Ticket, steps_to_show
+from holdover.serve.work import Event, Job, Order, Ticket, steps_to_show
 
 MAG, TEA = choice("mag_cache", {}), choice("tea_cache", {})
 NOW = Job((64, 64), 4, (), False, MAG)
@@ -22,7 +22,7 @@ def nobody(event: Event) -> None:
 
 
 def ticket(job: Job = NOW) -> Ticket:
-    return Ticket(job, "ghost", None, 1, nobody)
+    return Ticket(Order(job, "ghost", None, 1), nobody)
 
 
 def queue(size: int = 8, max_batch: int = 3, max_wait: float = 0.0) -> Waiting:
@@ -57,7 +57,7 @@ def test_a_batch_is_no_larger_than_allowed() -> None:
 def test_only_methods_that_do_not_look_at_the_data_draw_together(chosen: object, together: bool) -> None:
     waiting, job = queue(), Job((64, 64), 4, (), False, chosen)  # type: ignore[arg-type]
     waiting.put([ticket(job), ticket(job)])
-    assert len(waiting.take()) == (2 if together else 1)
+    assert len(waiting.take() or ()) == (2 if together else 1)
 
 
 def test_a_picture_waits_for_company_but_not_for_ever() -> None:
@@ -80,7 +80,7 @@ def test_a_full_queue_turns_away_all_or_nothing() -> None:
     assert refused.value.status_code == 429
     assert int((refused.value.headers or {})["Retry-After"]) == 2
     assert len(waiting) == 2
-    waiting.took(11.0)
+    waiting.room.took(11.0)
     with pytest.raises(ApiError) as slower:
         waiting.put([ticket(), ticket()])
     assert int((slower.value.headers or {})["Retry-After"]) == 8  # two pictures of 4 s, halfway to what was seen last
@@ -102,6 +102,16 @@ def test_a_closed_queue_takes_nothing_more_and_is_emptied() -> None:
         waiting.put([ticket()])
     assert refused.value.status_code == 503
     assert waiting.take() == [last]
+    assert waiting.take() is None
+
+
+def test_a_worker_that_is_woken_looks_up_before_the_next_batch() -> None:
+    waiting, next_ = queue(), ticket()
+    waiting.put([next_])
+    waiting.wake()
+    assert [waiting.take(), waiting.take()] == [[], [next_]]
+    waker = threading.Timer(0.05, waiting.wake)
+    waker.start()
     assert waiting.take() == []
 
 

@@ -12,25 +12,46 @@ import typer
 
 from ..config import allowed_values
 from ..errors import ConfigError, HoldoverError
+from ..serve.ray.settings import RaySettings
 from ..serve.settings import API_KEYS, Settings
 
+_SERVER = ("fastapi", "prometheus_client", "uvicorn")
 
-def serve(**flags: Any) -> None:
+
+def serve(ray: bool = False, **flags: Any) -> None:
     """Checks the flags before anything is loaded, then serves until it is told to stop."""
     try:
-        settings = Settings(**flags)
+        settings = RaySettings(**flags) if ray else _alone(flags)
         values = settings.cache_settings
-        _check_installed()
+        _check_installed(ray)
         from ..serve.choice import choice
-        from ..serve.launch import serve as serve_until_stopped
 
         choice(settings.cache_backend, values)
     except ConfigError as error:
         raise _end(error, 2) from None
     try:
-        serve_until_stopped(settings)
+        _serve_until_stopped(settings)
     except HoldoverError as error:
         raise _end(error, 1) from None
+
+
+def _serve_until_stopped(settings: Settings) -> None:
+    if isinstance(settings, RaySettings):
+        from ..serve.ray.launch import serve as serve_many
+
+        serve_many(settings)
+    else:
+        from ..serve.launch import serve as serve_one
+
+        serve_one(settings)
+
+
+def _alone(flags: dict[str, Any]) -> Settings:
+    """The settings of one process, which has no use for those of many."""
+    for field in RaySettings.settings():
+        if field.name not in Settings.field_names() and flags.pop(field.name) != field.default:
+            raise ConfigError(f"--{field.name.replace('_', '-')} is for many replicas: say --ray as well.")
+    return Settings(**flags)
 
 
 def _end(error: Exception, code: int) -> typer.Exit:
@@ -38,10 +59,11 @@ def _end(error: Exception, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _check_installed() -> None:
-    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if importlib.util.find_spec(name) is None]
+def _check_installed(ray: bool) -> None:
+    needed, extra = ((*_SERVER, "ray"), "ray") if ray else (_SERVER, "server")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[server]'.")
+        raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[{extra}]'.")
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -56,8 +78,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
-_HINTS = typing.get_type_hints(Settings)
-_PARAMETERS = [_parameter(field, _HINTS[field.name]) for field in Settings.settings()]
+_RAY = inspect.Parameter(
+    "ray",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--ray", help="Serve with many replicas, on Ray.")],
+)
+_HINTS = typing.get_type_hints(RaySettings)
+_PARAMETERS = [*(_parameter(field, _HINTS[field.name]) for field in RaySettings.settings()), _RAY]
 
 serve.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
 serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}

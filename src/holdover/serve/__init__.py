@@ -5,7 +5,8 @@ settings  what the server was told          choice   which cache a request asks 
 schemas   requests and answers              model    a pipeline as the server sees it
 work      pictures to draw, what they say   waiting  the bounded queue, and who is drawn together
 switch    the cache on the pipeline         worker   the thread that owns the pipeline
-app       the HTTP side                     launch   a process, or a server inside this one
+studio    who draws, as seen from HTTP      app      the HTTP side
+launch    a process, or one inside this     ray      the same with many replicas
 ```
 """
 

@@ -22,8 +22,7 @@ from .compare import compared
 from .drawing import Delivery, Stream, made, picture, together, usage
 from .errors import ApiError
 from .front import Front
-from .metrics import CONTENT_TYPE, Metrics
-from .model import Facts
+from .metrics import CONTENT_TYPE, RequestMetrics
 from .openapi import PICTURES, describe
 from .openapi import refusals as answers
 from .schemas import (
@@ -40,34 +39,48 @@ from .schemas import (
     Status,
 )
 from .settings import Settings
+from .studio import Studio
 from .worker import Worker
 
 router = APIRouter()
 
 
-def create_app(settings: Settings | None = None, api_keys: Sequence[str] = ()) -> FastAPI:
-    """A server as an ASGI application: it loads its model when it starts, and draws what waits before it ends."""
-    settings, metrics = settings or Settings(), Metrics()
-    worker = Worker(settings, metrics)
+def create_app(settings: Settings | None = None, api_keys: Sequence[str] = (), studio: Studio | None = None) -> FastAPI:
+    """A server as an ASGI application: it loads its model when it starts, and draws what waits before it ends.
+
+    Pictures are drawn by a worker of its own, unless `studio` is somebody else.
+    """
+    settings = settings or Settings()
+    drawing: Studio = Worker(settings) if studio is None else studio
+    metrics = RequestMetrics(drawing.__len__)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        await drawing.start()
         yield
-        await asyncio.to_thread(worker.stop)
+        await drawing.stop()
 
     app = FastAPI(title="holdover", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.worker, app.state.settings, app.state.metrics = worker, settings, metrics
+    app.state.studio, app.state.settings, app.state.metrics = drawing, settings, metrics
     app.state.started = int(time.time())
-    app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, settings, _method(drawing, settings))  # type: ignore[method-assign]
     app.include_router(router)
     refusals.install(app)
-    app.add_middleware(Front, metrics=metrics, keys=api_keys, max_body=settings.max_body)
+    proxied = studio is not None
+    app.add_middleware(Front, metrics=metrics, keys=api_keys, max_body=settings.max_body, proxied=proxied)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return app
+
+
+def _method(studio: Studio, settings: Settings) -> str:
+    """The method of requests that ask for none; what was asked for while the model is loading."""
+    try:
+        return studio.loaded()[1].method
+    except ApiError:
+        return settings.cache_backend
 
 
 @router.post(
@@ -79,12 +92,11 @@ def create_app(settings: Settings | None = None, api_keys: Sequence[str] = ()) -
 async def generate(body: ImageRequest, request: Request) -> Any:
     """Draw pictures; with `stream`, show one as it forms."""
     state = request.app.state
-    painter, standing = state.worker.loaded()
-    asked = await asyncio.to_thread(Asked, body, painter.facts, state.settings, standing)
+    facts, standing = state.studio.loaded()
+    asked = await asyncio.to_thread(Asked, body, facts, state.settings, standing)
     deliveries = [Delivery() for _ in range(asked.count)]
     tickets = [asked.ticket(i, delivery, request.state.request_id) for i, delivery in enumerate(deliveries)]
-    state.worker.waiting.put(tickets)
-    state.metrics.waiting.set(len(state.worker.waiting))
+    state.studio.put(tickets)
     if body.stream:
         return Stream(asked, tickets[0], deliveries[0])
     finished = await together(request, tickets, deliveries)
@@ -120,7 +132,7 @@ async def model(model: str, request: Request) -> Model:
 
 def _model(request: Request) -> Model:
     state = request.app.state
-    facts: Facts = state.worker.loaded()[0].facts
+    facts = state.studio.loaded()[0]
     limits = {name: getattr(state.settings, name) for name in Limits.model_fields}
     return Model(
         id=facts.name,
@@ -139,16 +151,16 @@ def _model(request: Request) -> Model:
 @router.get("/v1/cache", tags=["cache"], response_model=CacheInfo, responses=answers(401, 503))
 async def cache(request: Request) -> CacheInfo:
     """The cache: how the server stands, what it has done, which methods and settings a request may ask for."""
-    worker: Worker = request.app.state.worker
-    _, standing = worker.loaded()
-    prompts, known = worker.prompt_cache, await asyncio.to_thread(described)  # the first time it imports them all
+    studio: Studio = request.app.state.studio
+    _, standing = studio.loaded()
+    report, known = await studio.report(), await asyncio.to_thread(described)  # the first time it imports them all
     return CacheInfo(
         **standing.as_dict(),
-        notes=list(worker.notes),
-        totals={method: MethodTotals(**asdict(totals)) for method, totals in worker.totals.items()},
-        last=None if worker.last is None else made(worker.last),
-        **asdict(worker.known),
-        prompt_cache=None if prompts is None else {"hits": prompts.hits, "misses": prompts.misses},
+        notes=list(report.notes),
+        totals={method: MethodTotals(**asdict(totals)) for method, totals in report.totals.items()},
+        last=None if report.last is None else made(report.last),
+        **asdict(report.known),
+        prompt_cache=None if report.prompts is None else dict(zip(("hits", "misses"), report.prompts, strict=True)),
         methods=[MethodInfo.model_validate(method) for method in known],
     )
 
@@ -162,14 +174,15 @@ async def health() -> Status:
 @router.get("/ready", tags=["server"], response_model=Status, responses=answers(503))
 async def ready(request: Request) -> Status:
     """Whether the model is loaded."""
-    request.app.state.worker.loaded()
+    request.app.state.studio.loaded()
     return Status(status="ready")
 
 
 @router.get("/metrics", tags=["server"], response_class=Response, responses=answers(401))
 async def metrics(request: Request) -> Response:
     """Counters for Prometheus."""
-    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE)
+    state = request.app.state
+    return Response(await state.studio.metrics(state.metrics.text()), media_type=CONTENT_TYPE)
 
 
 @router.get("/", include_in_schema=False)

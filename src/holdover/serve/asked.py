@@ -11,7 +11,7 @@ from .errors import ApiError, invalid, too_large
 from .model import Facts
 from .schemas import ImageRequest
 from .settings import Settings
-from .work import Event, Job, Ticket, steps_to_show
+from .work import Event, Job, Order, Ticket, steps_to_show
 
 Size = tuple[int, int]
 
@@ -37,9 +37,9 @@ class Asked:
 
     def ticket(self, index: int, deliver: Callable[[Event], None], request_id: str) -> Ticket:
         """The picture of that index."""
-        request = self._request
-        seed = self.seed + index
-        return Ticket(self.job, request.prompt, request.negative_prompt, seed, deliver, self.shown_after, request_id)
+        request, seed = self._request, self.seed + index
+        order = Order(self.job, request.prompt, request.negative_prompt, seed, self.shown_after, request_id)
+        return Ticket(order, deliver)
 
     @property
     def size_name(self) -> str:

@@ -17,7 +17,7 @@ from .asked import Asked, size_name
 from .errors import ApiError, client_gone
 from .forming import as_png
 from .schemas import Completed, Made, PartialImage, Picture, Seconds, TokenDetails, Usage
-from .work import Event, Failed, Finished, Partial, Record, Ticket
+from .work import Begun, Event, Failed, Finished, Partial, Record, Ticket
 
 
 class Delivery:
@@ -33,7 +33,8 @@ class Delivery:
 
     async def next(self) -> Partial | Finished:
         """What the worker says next; a failure is raised."""
-        event = await self._events.get()
+        while isinstance(event := await self._events.get(), Begun):
+            pass
         if isinstance(event, Failed):
             raise event.error
         return event

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, internal, too_large
-from .metrics import Metrics
+from .metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,12 @@ _SAFETY = {
 
 
 class Front:
-    """The outermost layer of the server's own."""
+    """The outermost layer of the server's own; `proxied` where one before it puts the id on answers."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], max_body: int) -> None:
-        self._app, self._metrics, self._max_body = app, metrics, max_body
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, keys: Sequence[str], max_body: int, proxied: bool = False
+    ) -> None:
+        self._app, self._metrics, self._max_body, self._proxied = app, metrics, max_body, proxied
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,9 +46,9 @@ class Front:
         given = headers.get("x-request-id", "")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = name
-        answer = Answer(send, name)
+        answer = Answer(send, None if self._proxied else name)
         try:
-            self._admit(scope["path"], headers)
+            self._admit(scope["path"].removeprefix(scope.get("root_path", "")), headers)
             await self._app(scope, Body(receive, self._max_body), answer)
         except ApiError as error:
             await answer.instead(error, scope, receive)
@@ -85,7 +87,7 @@ class Front:
 class Answer:
     """Sends an answer on, with the request's id, and remembers how it went."""
 
-    def __init__(self, send: Send, name: str) -> None:
+    def __init__(self, send: Send, name: str | None) -> None:
         self._send, self._name = send, name
         self._status: int | None = None
         self._complete = False
@@ -94,7 +96,8 @@ class Answer:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._name
+            if self._name is not None:
+                headers["x-request-id"] = self._name
             for name, value in _SAFETY.items():
                 headers.setdefault(name, value)
         await self._send(message)

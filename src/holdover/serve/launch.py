@@ -87,7 +87,7 @@ def _server(settings: Settings) -> uvicorn.Server:
 
 def _worker(server: uvicorn.Server) -> Worker:
     app: Any = server.config.app
-    worker: Worker = app.state.worker
+    worker: Worker = app.state.studio
     return worker
 
 
@@ -97,6 +97,13 @@ def _listen(settings: Settings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
         raise ServeError(f"Cannot listen on {settings.host} port {settings.port}: {error.strerror}.") from None
+
+
+def free_port(settings: Settings) -> int:
+    """The port to listen on, for somebody else to do so; an error where it is taken."""
+    with _listen(settings) as listening:
+        port: int = listening.getsockname()[1]
+        return port
 
 
 def _url(listening: socket.socket) -> str:

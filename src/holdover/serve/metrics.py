@@ -1,8 +1,8 @@
-"""What Prometheus is told, in a registry of the server's own."""
+"""What Prometheus is told: by the HTTP side of requests, by a worker of pictures, each from a registry of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -15,17 +15,29 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 
 
-class Metrics:
-    """The counters of one server."""
+class RequestMetrics:
+    """The counters of one HTTP side; `waiting` says how many pictures wait."""
 
-    def __init__(self) -> None:
-        own = self.registry = CollectorRegistry()
+    def __init__(self, waiting: Callable[[], int]) -> None:
+        own = self._registry = CollectorRegistry()
         self.requests = Counter(
             "holdover_requests", "Requests by route and answer.", ("route", "method", "status"), registry=own
         )
         self.latency = Histogram(
             "holdover_request_seconds", "Time to the end of the answer.", ("route",), buckets=_SECONDS, registry=own
         )
+        Gauge("holdover_queue_length", "Pictures that wait.", registry=own).set_function(waiting)
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class WorkerMetrics:
+    """The counters of one worker."""
+
+    def __init__(self) -> None:
+        own = self._registry = CollectorRegistry()
         self.queued = Histogram(
             "holdover_queue_seconds", "Time a picture waited to be drawn.", buckets=_SECONDS, registry=own
         )
@@ -43,12 +55,11 @@ class Metrics:
         self.batch = Histogram(
             "holdover_batch_size", "Pictures drawn together.", buckets=(1, 2, 4, 8, 16, 32), registry=own
         )
-        self.waiting = Gauge("holdover_queue_length", "Pictures that wait.", registry=own)
         self.ready = Gauge("holdover_ready", "1 when the model is loaded.", registry=own)
 
     def watch(self, cache: PromptEmbedCache) -> None:
         """Report the hits of a prompt cache whenever somebody asks."""
-        self.registry.register(_PromptCache(cache))
+        self._registry.register(_PromptCache(cache))
 
     def drawn(self, records: Sequence[Record]) -> None:
         """A batch is finished: how long its pictures waited, and what its generation was."""
@@ -65,7 +76,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
 
 class _PromptCache(Collector):

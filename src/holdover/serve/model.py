@@ -18,7 +18,7 @@ from ..zoo import MODELS
 from ..zoo.emoji import STYLES, WEIGHTS, EmojiPipeline
 from .forming import Decoder, decoder_of, to_bytes
 from .settings import Settings
-from .work import Job, Ticket
+from .work import Job, Order
 
 OnStep = Callable[[int, torch.Tensor], None]
 
@@ -52,7 +52,7 @@ class Painter:
         self.facts = _facts(name, pipeline, self.decode is not None)
         pipeline.set_progress_bar_config(disable=True)
 
-    def draw(self, job: Job, tickets: Sequence[Ticket], on_step: OnStep) -> torch.Tensor:
+    def draw(self, job: Job, orders: Sequence[Order], on_step: OnStep) -> torch.Tensor:
         """Pictures (B, 3, H, W) in bytes on the host; each has a generator of its own, so that company is no matter."""
 
         def step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +60,14 @@ class Painter:
             return {}
 
         width, height = job.size
-        negatives = [ticket.negative_prompt or "" for ticket in tickets]
+        negatives = [order.negative_prompt or "" for order in orders]
         watched = {"callback_on_step_end": step_end} if "callback_on_step_end" in self.facts.parameters else {}
         output = self.pipeline(
-            [ticket.prompt for ticket in tickets],
+            [order.prompt for order in orders],
             height=height,
             width=width,
             num_inference_steps=job.steps,
-            generator=[torch.Generator().manual_seed(ticket.seed) for ticket in tickets],
+            generator=[torch.Generator().manual_seed(order.seed) for order in orders],
             output_type="pt",
             **watched,
             **dict(job.guidance),

@@ -80,9 +80,9 @@ def _refusal(status: int) -> dict[str, Any]:
     return told
 
 
-def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
-    """The OpenAPI document, made once."""
-    if app.openapi_schema is None:
+def describe(app: FastAPI, settings: Settings, standing: str) -> dict[str, Any]:
+    """The OpenAPI document, made once for each method that the server stands with."""
+    if app.openapi_schema is None or app.state.described != standing:
         document = get_openapi(title="holdover", version=__version__, description=_ABOUT, routes=app.routes)
         for path in document["paths"].values():
             for operation in path.values():
@@ -94,12 +94,12 @@ def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
             described = event.model_json_schema(ref_template=_REF)
             described.pop("$defs", None)  # they are parts of the answer too
             schemas[event.__name__] = described
-        _put_in(schemas["ImageRequest"]["properties"], settings)
-        app.openapi_schema = document
+        _put_in(schemas["ImageRequest"]["properties"], settings, standing)
+        app.openapi_schema, app.state.described = document, standing
     return app.openapi_schema
 
 
-def _put_in(properties: dict[str, Any], settings: Settings) -> None:
+def _put_in(properties: dict[str, Any], settings: Settings, standing: str) -> None:
     """This server's limits and methods."""
     _limit(properties["n"], maximum=settings.max_images)
     for name in ("steps", "num_inference_steps"):
@@ -107,18 +107,18 @@ def _put_in(properties: dict[str, Any], settings: Settings) -> None:
     properties["prompt"]["maxLength"] = settings.max_prompt
     _limit(properties["negative_prompt"], maxLength=settings.max_prompt)
     properties["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
-    properties["cache"] |= {"anyOf": [*_caches(settings), {"type": "null"}]}
+    properties["cache"] |= {"anyOf": [*_caches(standing), {"type": "null"}]}
 
 
 def _limit(schema: dict[str, Any], **limits: int) -> None:
     schema["anyOf"][0] |= limits
 
 
-def _caches(settings: Settings) -> list[dict[str, Any]]:
+def _caches(standing: str) -> list[dict[str, Any]]:
     named = [_cache(method, {"method": {"const": method}}, ["method"]) for method in methods()]
     target = {"target": {"type": "string", "examples": ["psnr>=40"]}}
     wanted = [{"type": "object", "title": "target", "properties": target, "required": ["target"]}]
-    return [*named, _cache(settings.cache_backend, {}, []), *wanted]
+    return [*named, _cache(standing, {}, []), *wanted]
 
 
 def _cache(method: str, chosen: dict[str, Any], required: list[str]) -> dict[str, Any]:

@@ -10,15 +10,31 @@ from .errors import queue_full, unavailable
 from .work import Job, Ticket
 
 
+class Room:
+    """How many pictures may wait, and how long those who are turned away should stay away."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pace = 1.0  # seconds a picture took lately
+
+    def admit(self, more: int, waiting: int) -> None:
+        """An error where `more` are too many beside those that wait."""
+        if waiting + more > self._size:
+            raise queue_full(waiting, max(1, round(self._pace * waiting)))
+
+    def took(self, seconds: float) -> None:
+        """A picture took that long: what those who are turned away are told to wait follows it."""
+        self._pace += 0.3 * (seconds - self._pace)
+
+
 class Waiting:
     """Pictures that wait for one worker."""
 
     def __init__(self, size: int, max_batch: int, max_wait: float) -> None:
-        self._size, self._max_batch, self._max_wait = size, max_batch, max_wait
+        self.room, self._max_batch, self._max_wait = Room(size), max_batch, max_wait
         self._tickets: list[Ticket] = []
         self._changed = threading.Condition()
-        self._closed = False
-        self._pace = 1.0  # seconds a picture took lately
+        self._closed = self._woken = False
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -29,21 +45,23 @@ class Waiting:
             if self._closed:
                 raise unavailable("The server is shutting down.", "shutting_down")
             self._forget_cancelled()
-            if len(self._tickets) + len(tickets) > self._size:
-                raise queue_full(len(self._tickets), self._retry_after())
+            self.room.admit(len(tickets), len(self._tickets))
             self._tickets.extend(tickets)
             self._changed.notify_all()
 
-    def take(self) -> list[Ticket]:
-        """The next pictures to draw together; none when the queue is closed and empty."""
+    def take(self) -> list[Ticket] | None:
+        """The next pictures to draw together, none of them after `wake`; None when the queue is closed and empty."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._tickets or self._closed)
+                self._changed.wait_for(lambda: self._tickets or self._closed or self._woken)
                 self._forget_cancelled()
+                if self._woken:
+                    self._woken = False
+                    return []
                 if self._tickets:
                     break
                 if self._closed:
-                    return []
+                    return None
             job = self._tickets[0].job
             self._wait_for_company(job)
             batch = self._fitting(job)
@@ -57,9 +75,11 @@ class Waiting:
             self._closed = True
             self._changed.notify_all()
 
-    def took(self, seconds: float) -> None:
-        """A picture took that long: what those who are turned away are told to wait follows it."""
-        self._pace += 0.3 * (seconds - self._pace)
+    def wake(self) -> None:
+        """Let the worker look up between two batches, or from an empty queue."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def _fitting(self, job: Job) -> list[Ticket]:
         limit = self._max_batch if job.choice.scheduled else 1
@@ -76,6 +96,3 @@ class Waiting:
 
     def _forget_cancelled(self) -> None:
         self._tickets = [ticket for ticket in self._tickets if not ticket.cancelled]
-
-    def _retry_after(self) -> int:
-        return max(1, round(self._pace * len(self._tickets)))

@@ -28,6 +28,18 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Order:
+    """One picture to draw, as who draws it is told; `shown_after` are the steps after which it is shown as it is."""
+
+    job: Job
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+    shown_after: frozenset[int] = frozenset()
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
     """How a picture was made."""
 
@@ -42,6 +54,11 @@ class Record:
     batch: int
     held_bytes: int
     tokens: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The picture waits no longer: it is being drawn."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +85,27 @@ class Failed:
     error: ApiError
 
 
-Event = Partial | Finished | Failed
+Event = Begun | Partial | Finished | Failed
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One picture that somebody waits for; `shown_after` are the steps after which it is shown as it is."""
+    """One picture that somebody waits for."""
 
-    job: Job
-    prompt: str
-    negative_prompt: str | None
-    seed: int
+    order: Order
     deliver: Callable[[Event], None]
-    shown_after: frozenset[int] = frozenset()
-    request_id: str = ""
     submitted: float = field(default_factory=time.monotonic)
+    on_cancel: Callable[[], None] = lambda: None
     _gone: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def job(self) -> Job:
+        return self.order.job
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
         self._gone.set()
+        self.on_cancel()
 
     @property
     def cancelled(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 
 import torch
 
@@ -19,43 +21,29 @@ from .choice import Choice, choice
 from .errors import ApiError, internal, invalid, unavailable
 from .forming import Forming
 from .known import Known, known_of
-from .metrics import Metrics
-from .model import OnStep, Painter, load
+from .metrics import WorkerMetrics
+from .model import Facts, OnStep, Painter, load
 from .settings import Settings
+from .studio import Report, Totals
 from .switch import Switch
 from .waiting import Waiting
-from .work import Failed, Finished, Job, Partial, Record, Ticket, traces
+from .work import Begun, Failed, Finished, Job, Partial, Record, Ticket, traces
 
 logger = logging.getLogger(__name__)
+
+BROKEN = 3
+"""Generations in a row that fail for no known reason until the device counts as broken."""
 
 
 class CalledOffError(Exception):
     """Nobody waits for the pictures that are being drawn."""
 
 
-@dataclass
-class Totals:
-    """What one method has done since the server started."""
-
-    images: int = 0
-    generations: int = 0
-    computed: int = 0
-    held: int = 0
-    peak_bytes: int = 0
-
-    def add(self, record: Record) -> None:
-        self.images += record.batch
-        self.generations += 1
-        self.computed += sum(record.computed.values())
-        self.held += sum(record.held.values())
-        self.peak_bytes = max(self.peak_bytes, record.held_bytes)
-
-
 class Worker:
     """One device, one pipeline, one thread."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        self._settings, self._metrics = settings, metrics
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._metrics = settings, WorkerMetrics()
         self.waiting = Waiting(settings.queue_size, settings.max_batch, settings.max_wait)
         self.painter: Painter | None = None
         self.standing: Choice | None = None
@@ -67,23 +55,60 @@ class Worker:
         self.last: Record | None = None
         self.prompt_cache: PromptEmbedCache | None = None
         self._switch: Switch | None = None
-        self._ready = threading.Event()
+        self._changes: queue.SimpleQueue[tuple[Choice, Future[None]]] = queue.SimpleQueue()
+        self._broken = 0  # generations in a row that failed for no known reason
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Load the model, then draw; returns at once."""
         self._thread.start()
 
-    def stop(self) -> None:
+    async def settled(self) -> None:
+        """The model is loaded, or cannot be: that is raised."""
+        await asyncio.to_thread(self._settled.wait)
+        if self.failure is not None:
+            raise self.failure
+
+    async def stop(self) -> None:
         """Draw what waits, then end."""
         self.waiting.close()
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
 
-    def loaded(self) -> tuple[Painter, Choice]:
+    def loaded(self) -> tuple[Facts, Choice]:
         """The model and the cache it stands with; an error while it is loading."""
-        if not self._ready.is_set() or self.painter is None or self.standing is None:
+        if self.painter is None or self.standing is None:
             raise unavailable("The model is still loading.", "model_loading")
-        return self.painter, self.standing
+        return self.painter.facts, self.standing
+
+    @property
+    def sound(self) -> bool:
+        """Whether the thread lives and the device still draws."""
+        return self._thread.is_alive() and self._broken < BROKEN
+
+    def put(self, tickets: Sequence[Ticket]) -> None:
+        """Let all of them wait, or turn all of them away."""
+        self.waiting.put(tickets)
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    async def stand(self, wanted: Choice) -> None:
+        """Stand with another cache from the next batch on; where the model refuses it, nothing changes."""
+        change: Future[None] = Future()
+        self._changes.put((wanted, change))
+        self.waiting.wake()
+        await asyncio.wrap_future(change)
+
+    async def report(self) -> Report:
+        """How the cache stands and what was done with it."""
+        prompts = self.prompt_cache
+        seen = None if prompts is None else (prompts.hits, prompts.misses)
+        return Report(self.known, self.notes, dict(self.totals), self.last, seen)
+
+    async def metrics(self, own: bytes = b"") -> bytes:
+        """What was counted, for Prometheus."""
+        return own + self._metrics.text()
 
     # On the worker's own thread from here on.
 
@@ -94,10 +119,14 @@ class Worker:
             self.failure = error
             self.on_failure()
             return
+        finally:
+            self._settled.set()
         assert self._switch is not None
-        while batch := self.waiting.take():
-            self._metrics.waiting.set(len(self.waiting))
-            self._draw(batch)
+        while (batch := self.waiting.take()) is not None:
+            while not self._changes.empty():
+                self._change(*self._changes.get())
+            if batch:
+                self._draw(batch)
         self._switch.take_off()
 
     def _load(self) -> None:
@@ -110,23 +139,40 @@ class Worker:
         if self.prompt_cache is not None:
             self._metrics.watch(self.prompt_cache)
         self._switch = Switch(painter.pipeline, standing)
+        self._stand(standing, painter)
+        self.painter = painter
+        self._metrics.ready.set(1)
+        logger.info("%s is ready, cache %s", settings.model, standing.method)
+
+    def _stand(self, standing: Choice, painter: Painter) -> None:
+        assert self._switch is not None
+        known = known_of(standing, painter.pipeline)
         with self._switch.on(standing) as cache:
             self.notes = cache.stats().notes
-        self.known = known_of(standing, painter.pipeline)
-        self.painter, self.standing = painter, standing
-        self._metrics.ready.set(1)
-        self._ready.set()
-        logger.info("%s is ready, cache %s", settings.model, standing.method)
+        self.known, self.standing = known, standing
+
+    def _change(self, wanted: Choice, change: Future[None]) -> None:
+        assert self.painter is not None
+        try:
+            if wanted != self.standing:
+                self._stand(wanted, self.painter)
+                logger.info("the cache is %s from now on", wanted.method)
+            change.set_result(None)
+        except Exception as error:
+            change.set_exception(error)
 
     def _draw(self, batch: Sequence[Ticket]) -> None:
         assert self._switch is not None
         assert self.painter is not None
         job, begin = batch[0].job, time.monotonic()
+        for ticket in batch:
+            ticket.deliver(Begun())
         try:
             with self._switch.on(job.choice) as cache:
-                pictures = self.painter.draw(job, batch, self._watcher(job, batch, cache))
+                pictures = self.painter.draw(job, [ticket.order for ticket in batch], self._watcher(job, batch, cache))
                 stats = cache.stats().last
             self._deliver(batch, pictures, stats, begin)
+            self._broken = 0
         except CalledOffError:
             self._metrics.cancelled.inc(len(batch))
         except HoldoverError as error:
@@ -134,13 +180,14 @@ class Worker:
         except torch.OutOfMemoryError:
             _fail(batch, ApiError(503, "The device is out of memory: ask for a smaller picture.", "out_of_memory"))
         except Exception:
-            logger.exception("requests %s failed", ", ".join(ticket.request_id for ticket in batch))
+            logger.exception("requests %s failed", ", ".join(ticket.order.request_id for ticket in batch))
+            self._broken += 1
             _fail(batch, internal())
 
     def _watcher(self, job: Job, batch: Sequence[Ticket], cache: CacheBackend) -> OnStep:
         """Called after each step: ends a generation that nobody waits for, and shows pictures as they are."""
         assert self.painter is not None
-        wanted = frozenset(step for ticket in batch for step in ticket.shown_after)
+        wanted = frozenset(step for ticket in batch for step in ticket.order.shown_after)
         decode = self.painter.decode
         forming = Forming(decode, self.painter.pipeline.scheduler, job.size) if decode and wanted else None
 
@@ -153,7 +200,7 @@ class Worker:
             if step + 1 in wanted:
                 pictures, seen = forming.pictures(step), traces(cache.stats().last)
                 for ticket, picture in zip(batch, pictures, strict=True):
-                    if step + 1 in ticket.shown_after:
+                    if step + 1 in ticket.order.shown_after:
                         ticket.deliver(Partial(picture, step + 1, seen))
 
         return on_step
@@ -162,7 +209,7 @@ class Worker:
         self, batch: Sequence[Ticket], pictures: torch.Tensor, stats: GenerationStats | None, begin: float
     ) -> None:
         seconds = time.monotonic() - begin
-        self.waiting.took(seconds / len(batch))
+        self.waiting.room.took(seconds / len(batch))
         records = [self._record(ticket, len(batch), stats, begin, seconds) for ticket in batch]
         self.last = records[-1]
         self.totals[self.last.choice.method].add(self.last)
@@ -178,7 +225,7 @@ class Worker:
         counted = stats or GenerationStats(job.choice.method, {})
         area = job.size[0] * job.size[1]
         return Record(
-            seed=ticket.seed,
+            seed=ticket.order.seed,
             choice=job.choice,
             steps=job.steps,
             drawn_size=job.size,
@@ -193,7 +240,7 @@ class Worker:
             },
             batch=batch,
             held_bytes=counted.peak_bytes,
-            tokens=(self.painter.text_tokens(ticket.prompt), area // self.painter.facts.multiple**2),
+            tokens=(self.painter.text_tokens(ticket.order.prompt), area // self.painter.facts.multiple**2),
         )
 
 

@@ -1,0 +1,105 @@
+"""What a second replica adds: pictures a second with one replica and with two, of the model in the box.
+
+One Ray cluster on this machine has two applications, one with a replica and one with two, each replica on one thread of
+the processor. They take turns under the same load, so that a busy machine disturbs both; the ratio is that of all their
+turns, its range that of single ones. Client, HTTP and Ray need processor time too: two replicas on two cores cannot
+double. `python -m benchmarks.ray`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray import serve
+
+from holdover.serve.forming import as_png
+from holdover.serve.ray import app
+
+from .report import provenance, save, table
+from .serve import MAG, Load, Server, drive
+
+REPLICAS = (1, 2)
+
+
+@contextmanager
+def cluster(max_batch: int) -> Iterator[dict[int, Server]]:
+    """Both applications, by their number of replicas."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        for count in REPLICAS:
+            settings = {"replicas": count, "num_cpus": 0.5, "num_gpus": 0, "max_batch": max_batch, "log_level": "error"}
+            serve.run(app(settings), name=f"of{count}", route_prefix=f"/of{count}")
+        yield {count: Server(f"http://127.0.0.1:{port}/of{count}", psutil.Process()) for count in REPLICAS}
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def measure(to: dict[int, Server], clients: int, requests: int, steps: int, turns: int) -> dict[str, Any]:
+    """One replica and two in turns under the same load."""
+    loads, ratios = {count: Load() for count in REPLICAS}, []
+    for _ in range(turns):
+        before = {count: load.seconds for count, load in loads.items()}
+        for count, load in loads.items():
+            drive(to[count], clients, requests, (steps, MAG), load)
+        one, two = (loads[count].seconds - before[count] for count in REPLICAS)
+        ratios.append(round(one / two, 3))
+    kept = ("requests", "images_per_second", "p50", "p95")
+    rows = [{"replicas": n, **{key: load.figures()[key] for key in kept}} for n, load in loads.items()]
+    ratio = loads[1].seconds / loads[2].seconds
+    return {"clients": clients, "rows": rows, "speed_up": round(ratio, 3), "by_turn": ratios}
+
+
+def png_seconds() -> float:
+    """Processor time of one PNG of 1024x1024, of noise, which takes the longest."""
+    noise = torch.randint(256, (3, 1024, 1024), dtype=torch.uint8)
+    begin = time.process_time()
+    as_png(noise, (1024, 1024))
+    return round(time.process_time() - begin, 3)
+
+
+def main() -> None:
+    """Measure, write the result, print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each picture, with guidance")
+    parser.add_argument("--turns", type=int, default=4, help="turns of one replica and two")
+    parser.add_argument("--requests", type=int, default=12, help="pictures of a turn")
+    parser.add_argument("--clients", type=int, default=4, help="clients that ask at the same time")
+    options = parser.parse_args()
+    load = round(os.getloadavg()[0], 2)
+    with cluster(max_batch=1) as to:
+        for server in to.values():
+            drive(server, 4, 4, (options.steps, MAG), Load())  # traces and checks, on every replica
+        found = measure(to, options.clients, options.requests, options.steps, options.turns)
+    made = provenance() | {"cores": os.cpu_count(), "load_before": load, "steps": options.steps, "cache": MAG}
+    made["versions"]["ray"] = version("ray")
+    made["png_cpu_s"] = png_seconds()
+    save("ray", made | found)
+    print(shown(found))
+    print(json.dumps(made | found))
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The result as a table."""
+    rows = [list(row.values()) for row in found["rows"]]
+    head = ["replicas", "requests", "pictures/s", "p50 s", "p95 s"]
+    return f"{table([head, *rows])}\nspeed-up {found['speed_up']}, by turn {found['by_turn']}"
+
+
+if __name__ == "__main__":
+    main()

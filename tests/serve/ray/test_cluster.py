@@ -1,0 +1,350 @@
+"""One real cluster on this machine with two replicas: the same contract, and what only many can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from openai import OpenAI
+
+from holdover.serve import running
+
+from ..conftest import MAG
+from ..servers import Client
+
+ENVIRONMENT = os.environ | {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(16),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
+STARTED = "mag_cache", json.loads(MAG)
+ARGS: dict[str, Any] = {
+    "replicas": 2,
+    "num_cpus": 0.3,
+    "num_gpus": 0,
+    "max_wait": 0,
+    "max_batch": 2,
+    "prompt_cache": True,
+    "grace": 20,
+}
+PATIENCE = 240.0
+FAILURE = """
+import ray, time
+from ray import serve
+
+ray.init()
+while (found := serve.status().applications["holdover"]).status != "DEPLOY_FAILED":
+    time.sleep(0.1)
+print(found.message)
+"""
+
+
+class Cluster(Client):
+    """Ray on this machine without its dashboard, and the application from a YAML file, as an operator has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._log, (port, self._http) = folder / "app.yaml", folder / "ray.log", free_ports()
+        self._address = f"127.0.0.1:{port}"
+        start = [program("ray"), "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
+        sizes = ["--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", "100000000"]
+        with self._log.open("w") as log:
+            self.process = psutil.Popen(
+                [*start, *sizes, "--include-dashboard", "false"], env=ENVIRONMENT, stdout=log, stderr=log
+            )
+        assert eventually(lambda: "Ray runtime started" in self._log.read_text()), self._log.read_text()
+        self.deploy(*STARTED)
+        super().__init__(f"http://127.0.0.1:{self._http}")
+        assert eventually(self._ready), self._log.read_text()
+
+    def _ready(self) -> bool:
+        try:
+            return self.http.get("/ready").status_code == 200 and self.metric("holdover_ready") == 2
+        except httpx.HTTPError:
+            return False
+
+    def deploy(self, method: str, settings: dict[str, Any], **args: Any) -> None:
+        """Write the file and run it."""
+        application = {"name": "holdover", "route_prefix": "/", "import_path": "holdover.serve.ray:app"}
+        cache = {"name": "Ingress", "user_config": {"cache_backend": method, "cache_config": settings}}
+        application |= {"args": ARGS | args, "deployments": [cache]}
+        http = {"host": "127.0.0.1", "port": self._http}
+        self._file.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+        self.run(program("serve"), "run", "--non-blocking", "--address", self._address, str(self._file))
+
+    def failure(self) -> str:
+        """Why the last deployment failed, as Serve says."""
+        return self.run(sys.executable, "-c", FAILURE)
+
+    def run(self, *command: str) -> str:
+        where = ENVIRONMENT | {"RAY_ADDRESS": self._address}
+        done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def replicas(self) -> set[int]:
+        """The processes of the replicas that draw."""
+        family = [one for one in self.process.children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+        return {one.pid for one in family if "Replica:holdover:Replica" in title(one)}
+
+    def end(self) -> None:
+        family = self.process.children(recursive=True)
+        self.process.terminate()
+        _, left = psutil.wait_procs([self.process, *family], timeout=5)
+        for one in left:
+            one.kill()
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("ray"))
+    yield cluster
+    cluster.end()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def by_replica(server: Cluster, name: str, **labels: str) -> dict[str, float]:
+    """A counter of each replica."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    found: dict[str, float] = {}
+    for seen, value in server.samples(name):
+        if wanted <= seen:
+            replica = next(label for label in seen if label.startswith("replica="))
+            found[replica] = found.get(replica, 0) + value
+    return found
+
+
+class Load:
+    """Clients that ask for one picture after the other until they are told to stop."""
+
+    def __init__(self, server: Cluster, clients: int = 4, **request: Any) -> None:
+        self.answers: list[httpx.Response] = []
+        self._server, self._request, self._stop = server, {"guidance": 1.0, "steps": 6} | request, threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(client,)) for client in range(clients)]
+
+    def _ask(self, client: int) -> None:
+        seed = 1000 * client
+        while not self._stop.is_set():
+            self.answers.append(self._server.draw(prompt=f"ghost {client}", seed=seed, **self._request))
+            seed += 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for(self, more: int) -> None:
+        until = len(self.answers) + more
+        assert eventually(lambda: len(self.answers) >= until)
+
+
+def made(answer: httpx.Response) -> dict[str, Any]:
+    how: dict[str, Any] = answer.json()["data"][0]["holdover"]
+    return how
+
+
+# The same contract
+
+
+def test_openais_client_draws_and_streams(server: Cluster) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=120)
+    asked = {"steps": 4, "guidance": 1.0, "seed": 7}
+    answer = client.images.generate(prompt="red apple", n=2, extra_body=asked)
+    assert answer.data is not None
+    assert [picture.holdover["seed"] for picture in answer.data] == [7, 8]  # type: ignore[attr-defined]
+    events = list(client.images.generate(prompt="red apple", stream=True, partial_images=3, extra_body=asked))
+    assert [event.type.rpartition(".")[2] for event in events] == [*["partial_image"] * 3, "completed"]
+
+
+def test_it_answers_as_a_server_of_one_process_does(server: Cluster) -> None:
+    """Pictures are the same bytes, refusals the same words, and the description of both is one."""
+    settings = {name: ARGS[name] for name in ("max_wait", "max_batch", "prompt_cache")}
+    settings |= {"cache_backend": "mag_cache", "cache_config": MAG}
+    asked = [
+        {"prompt": "rocket", "steps": 5, "seed": 3},
+        {"prompt": "rocket", "steps": 4, "seed": 3, "cache": {"method": "tea_cache"}},
+        {"prompt": "rocket", "stps": 4},
+        {"prompt": "rocket", "cache": {"mag_treshold": 1}},
+        {"prompt": "rocket", "n": 5},
+    ]
+    with running(**settings) as alone, httpx.Client(base_url=alone.url, timeout=120) as one:
+        assert one.get("/openapi.json").json() == server.http.get("/openapi.json").json()
+        for request in asked:
+            here, there = (http.post("/v1/images/generations", json=request) for http in (one, server.http))
+            assert here.status_code == there.status_code
+            assert told(here.json()) == told(there.json())
+        for path in ("/v1/models", "/v1/cache"):
+            mine, theirs = one.get(path).json(), server.http.get(path).json()
+            assert mine.keys() == theirs.keys()
+        assert mine["profile"] == theirs["profile"]
+        assert one.get("/").text == server.http.get("/").text
+
+
+def told(answer: dict[str, Any]) -> Any:
+    pictures = [(picture["b64_json"], picture["holdover"]["trace"]) for picture in answer.get("data", ())]
+    return pictures or answer["error"]
+
+
+def test_every_answer_has_one_id(server: Cluster) -> None:
+    assert server.http.get("/health", headers={"x-request-id": "abc-1"}).headers.get_list("x-request-id") == ["abc-1"]
+    assert len(server.http.get("/nothing").headers.get_list("x-request-id")) == 1
+
+
+def test_when_a_client_gives_up_the_generation_stops(server: Cluster) -> None:
+    stopped = server.metric("holdover_cancelled_images_total")
+    asked = {"prompt": "rocket", "steps": 100, "cache": {"method": "none"}}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=1.5) as impatient:
+        impatient.post("/v1/images/generations", json=asked)
+    assert eventually(lambda: server.metric("holdover_cancelled_images_total") == stopped + 1)
+    assert eventually(lambda: server.metric("holdover_requests_total", status="499") >= 1)
+
+
+# Many replicas
+
+
+def test_counters_of_all_replicas_add_up(server: Cluster) -> None:
+    def counted() -> tuple[float, ...]:
+        computed = server.metric("holdover_steps_total", kind="computed")
+        requests = server.metric("holdover_requests_total", route="/v1/images/generations", status="200")
+        totals = server.http.get("/v1/cache").json()["totals"]["mag_cache"]["images"]
+        return server.metric("holdover_images_total", method="mag_cache"), requests, totals, computed
+
+    before, spread = counted(), by_replica(server, "holdover_images_total", method="mag_cache")
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda seed: server.draw(prompt=f"cat {seed}", seed=seed), range(6)))
+    forwards = sum(sum(made(answer)["computed"].values()) / made(answer)["batch"] for answer in answers)
+    grown = [now - then for now, then in zip(counted(), before, strict=True)]
+    assert grown == [6, 6, 6, pytest.approx(forwards)]
+    after = by_replica(server, "holdover_images_total", method="mag_cache")
+    assert len([name for name in after if after[name] > spread.get(name, 0)]) == 2
+    assert sorted(by_replica(server, "holdover_ready").values()) == [1, 1]
+    assert server.metric("holdover_queue_length") == 0
+
+
+def test_a_prompt_goes_where_its_embeddings_are(server: Cluster) -> None:
+    def prompts(result: str) -> dict[str, float]:
+        return by_replica(server, "holdover_prompt_cache_total", result=result)
+
+    for prompt in ("cactus", "pizza", "robot", "whale"):
+        hits, misses = prompts("hit"), prompts("miss")
+        for seed in range(3):
+            assert server.draw(prompt=prompt, seed=seed, steps=1).status_code == 200
+        grown = {name: prompts("hit")[name] - hits[name] for name in hits}
+        assert sorted(grown.values()) == [0, 2]
+        assert sum(prompts("miss").values()) - sum(misses.values()) == 1
+
+
+def test_a_killed_replica_loses_no_request(server: Cluster) -> None:
+    """Requests that it drew are drawn by the other, to the same bytes; a stream goes on where it was."""
+    asked = {"prompt": "rocket", "steps": 12, "seed": 5, "guidance": 1.0, "cache": {"method": "none"}}
+    reference = server.draw(**asked).json()["data"][0]["b64_json"]
+    before = server.replicas()
+    assert len(before) == 2
+    events: list[dict[str, Any]] = []
+    begun = threading.Event()
+
+    def follow() -> None:
+        stream = asked | {"stream": True, "partial_images": 11}
+        with httpx.stream("POST", f"{server.url}/v1/images/generations", json=stream, timeout=PATIENCE) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    events.append(json.loads(line.removeprefix("data:")))
+                    begun.set()
+
+    with ThreadPoolExecutor(5) as pool:
+        following = pool.submit(follow)
+        others = [pool.submit(server.draw, **asked) for _ in range(4)]
+        assert begun.wait(60)
+        for pid in sorted(before):  # one after the other: whoever drew the stream has died
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: len(server.replicas() - before) >= 1)
+        following.result()
+        answers = [other.result() for other in others]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert {answer.json()["data"][0]["b64_json"] for answer in answers} == {reference}
+    assert [event["step"] for event in events[:-1]] == list(range(1, 12))
+    assert events[-1]["b64_json"] == reference
+    assert eventually(lambda: server.metric("holdover_ready") == 2)
+
+
+# Settings that change
+
+
+def standing(server: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get("/v1/cache").json()
+    return found
+
+
+def test_settings_change_under_load_without_a_dropped_request(server: Cluster) -> None:
+    before = server.replicas()
+    with Load(server) as load:
+        load.wait_for(4)
+        server.deploy("mag_cache", {"mag_threshold": 0.06, "mag_retention_ratio": 0.1})
+        assert eventually(lambda: standing(server)["settings"]["mag_threshold"] == 0.06)
+        load.wait_for(8)
+    thresholds = [made(answer)["settings"]["mag_threshold"] for answer in load.answers]
+    assert {answer.status_code for answer in load.answers} == {200}
+    assert (thresholds[0], thresholds[-1], set(thresholds)) == (0.24, 0.06, {0.24, 0.06})
+    assert server.replicas() == before
+
+
+def test_a_cache_that_is_refused_leaves_the_one_before(server: Cluster) -> None:
+    """Of two kinds: no such setting, and no such profile of the model."""
+    now = standing(server)["settings"]
+    server.deploy("mag_cache", {"mag_treshold": 0.1})
+    said = "MagCacheConfig has no setting 'mag_treshold'. Did you mean 'mag_threshold'?"
+    assert eventually(lambda: any(said in note for note in standing(server)["notes"]))
+    server.deploy("mag_cache", {"profile": "no_such_profile"})
+    assert eventually(lambda: any("no_such_profile" in note for note in standing(server)["notes"]))
+    assert standing(server)["settings"] == now
+    assert server.draw().status_code == 200
+
+
+def test_wrong_settings_are_refused_in_our_words_and_the_application_goes_on(server: Cluster) -> None:
+    server.deploy(*STARTED, max_bach=3)
+    assert "RaySettings has no setting 'max_bach'. Did you mean 'max_batch'?" in server.failure()
+    assert server.draw().status_code == 200
