@@ -1,4 +1,4 @@
-"""`holdover calibrate` and `holdover tune`, on the model in the box with few steps."""
+"""`holdover calibrate`, on the model in the box with few steps."""
 
 from __future__ import annotations
 
@@ -34,23 +34,10 @@ def test_calibrate_writes_a_profile(profile: Path) -> None:
     assert facts.mag_cache
 
 
-def test_tune_writes_a_certificate_and_a_report(profile: Path, tmp_path: Path) -> None:
-    words = ["--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=15"]
-    code, said = ran("tune", profile, *words, "--report", tmp_path / "report", "--report-prompts", 1)
-    assert code == 0, said
-    assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
-    assert Profile.load(profile).facts.certificates[0].target == "psnr>=15"
-    page = (tmp_path / "report" / "report.html").read_text("utf-8")
-    assert "plan 3" in page
-    assert "dB expected" in page
-
-
 BAD = {
     "another suffix": (["calibrate", "--out", "profile.json"], "--out must end in .safetensors"),
     "no prompts": (["calibrate", "--num", "0"], "--num must be 1 or more"),
     "a file that is not there": (["calibrate", "--prompts", "none.txt"], "No prompts could be read from none.txt"),
-    "a profile that is not there": (["tune", "none.safetensors"], "No profile could be read from none.safetensors"),
-    "a bad target": (["tune", "none.safetensors", "--target", "pnsr>=3"], "Did you mean 'psnr'?"),
 }
 
 

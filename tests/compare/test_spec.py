@@ -91,6 +91,7 @@ def test_a_mapping() -> None:
         ({"prompts": ["a"], "batch_size": True}, "batch_size must be a whole number"),
         ({"prompts": ["a"], "guidance": "high"}, "guidance must be a number"),
         ({"prompts": ["a"], "clock": "sun"}, "clock must be one of wall, cpu, not 'sun'"),
+        ({"prompts": ["a"], "baselines": "no"}, "baselines must be true or false, not 'no'"),
         ({"prompts": ["a"], "output": "pil"}, "output must be one of pt, latent"),
         ({"prompts": ["a"], "arguments": {"latents": 1}}, "'latents' is set by the comparison itself"),
         ({"prompts": ["a"], "arguments": 3}, "arguments must be a mapping"),

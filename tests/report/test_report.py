@@ -123,12 +123,6 @@ def test_results_from_a_file_give_the_same_report(html: str, folder: Path) -> No
     assert write_report(loaded, folder, "loaded.html").read_text("utf-8") == html
 
 
-def test_what_was_expected_stands_beside_what_was_measured(results: Results, folder: Path) -> None:
-    text = write_report(results, folder, "expected.html", expected={"mag <b>": 31.25, "peer": 1.0}).read_text("utf-8")
-    assert text.count("dB expected") == 1
-    assert "<li>31.2 dB expected</li>" in text
-
-
 def test_a_report_without_pictures_or_rows(results: Results, tmp_path: Path) -> None:
     rows = (replace(results.row("mag <b>"), pictures=(), differences=()),)
     bare = replace(results, rows=rows, reference=replace(results.reference, pictures=()))

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from .calibrate import calibrate, tune
+from .calibrate import calibrate
 from .compare import compare
 from .failing import one_line_errors
 from .generate import generate
 from .loading import load_pipeline
 from .models import models
 from .serve import serve
+from .tune import tune
 
 app = typer.Typer(
     name="holdover",

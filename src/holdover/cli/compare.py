@@ -15,6 +15,7 @@ from .loading import checked_prompt, load_pipeline
 
 if TYPE_CHECKING:
     from ..compare import Comparison
+    from ..report import Prediction
 
 console = Console()
 DEFAULT_FOLDER = Path("comparison")
@@ -54,17 +55,19 @@ def compare(
         run_and_report(load_pipeline(name), spec, folder)
 
 
-def run_and_report(pipe: Any, spec: Comparison, folder: Path, expected: Mapping[str, float] | None = None) -> None:
-    """Run a comparison with its progress on the terminal, and write its report.
+def run_and_report(
+    pipe: Any, spec: Comparison, folder: Path, page: Path | None = None, prediction: Prediction | None = None
+) -> None:
+    """Run a comparison with its progress on the terminal, and write its report into the folder, or as `page`.
 
-    `expected` has the PSNR that was expected of a candidate, by label; the report shows it beside what was measured.
+    With a `prediction` the report has what was expected of plans beside what was measured.
     """
     from ..compare import compare as run
     from ..report import write_report
     from .progress import Progress
 
     results = run(pipe, spec, folder, Progress(pipe, console))
-    report = write_report(results, folder, expected=expected)
+    report = write_report(results, folder, "report.html" if page is None else page.absolute(), prediction)
     console.print(str(results), highlight=False, soft_wrap=True)
     for what, path in (("report", report), ("figures", folder / "results.json"), ("pictures", folder / "pictures")):
         console.print(f"{what:<9}{path}", highlight=False, soft_wrap=True)

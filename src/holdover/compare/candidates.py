@@ -19,11 +19,15 @@ Yielded = CacheBackend | Callable[[], Strips] | None
 
 @dataclass(frozen=True)
 class Method:
-    """A caching method by name, with the settings that are not its defaults."""
+    """A caching method by name, with the settings that are not its defaults.
+
+    `title` stands for it in tables; candidates of one `series` are joined in plots, by the method's name without it.
+    """
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
     title: str = ""
+    series: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(dict(self.settings).items()))
@@ -40,7 +44,8 @@ class Method:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"kind": "method", "label": self.label, "name": self.name, "settings": self._plain()}
+        own = {"kind": "method", "label": self.label, "name": self.name, "settings": self._plain()}
+        return own | _named(self.series)
 
     def _plain(self) -> dict[str, Any]:
         """The given settings as JSON would give them back, so that what is read equals what was written."""
@@ -81,6 +86,7 @@ class Custom:
 
     label: str
     around: Callable[[Any], AbstractContextManager[Yielded]] = field(compare=False)
+    series: str = ""
 
     def __post_init__(self) -> None:
         if not self.label.strip():
@@ -88,7 +94,7 @@ class Custom:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"kind": "custom", "label": self.label}
+        return {"kind": "custom", "label": self.label} | _named(self.series)
 
 
 Candidate = Method | FewerSteps | Custom
@@ -112,6 +118,10 @@ def parse_settings(entries: list[str]) -> dict[str, Any]:
             raise ConfigError(f"The setting {key!r} is given twice.")
         settings[key] = _value(value.strip())
     return settings
+
+
+def _named(series: str) -> dict[str, Any]:
+    return {"series": series} if series else {}
 
 
 def _entries(text: str) -> list[str]:

@@ -96,7 +96,7 @@ class _Run:
         ruler, results = self._begin()
         for candidate in self.spec.candidates:
             results = self._with_row(results, candidate, ruler)
-        for baseline in baselines(results):
+        for baseline in baselines(results) if self.spec.baselines else ():
             if baseline not in self.spec.candidates:
                 results = self._with_row(results, baseline, ruler)
         self.earlier = None
@@ -166,6 +166,8 @@ class _Run:
                 self.watcher.drew(label, done, total)
 
             warm_up(self.pipe, self.spec, steps, whole=isinstance(candidate, Custom))
+            if self.spec.warmup and callable(source):
+                source()  # what counts from outside has counted the warm-up as well
             drawn = draw(self.pipe, self.spec, steps, after_batch)
         images = ruler.images(drawn.output)
         row = Row(

@@ -25,7 +25,8 @@ class Comparison:
     `guidance_scale`; None leaves the pipeline's own. `output` is "pt" for pictures or "latent" where nothing decodes
     them. `warmup` steps run before each candidate and are not timed, for the first generation checks the cut; before a
     custom candidate a whole generation runs. With 0 nothing does. `clock` is "wall", or "cpu" for the processor's time
-    on one thread, which other work on the machine does not stretch.
+    on one thread, which other work on the machine does not stretch. `baselines` are fewer steps of both orders at every
+    number of steps that a candidate came to; without them only those run that are candidates themselves.
     """
 
     prompts: tuple[str, ...]
@@ -38,6 +39,7 @@ class Comparison:
     output: str = "pt"
     warmup: int = 2
     clock: str = "wall"
+    baselines: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prompts", "candidates", "seeds"):
@@ -51,8 +53,8 @@ class Comparison:
         return tuple((prompt, seed) for prompt in self.prompts for seed in self.seeds)
 
     def settings(self) -> dict[str, Any]:
-        """All but the candidates, as plain JSON values: rows belong together where these are equal."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "candidates"]
+        """All but what says which rows there are, as plain JSON values: rows belong together where these are equal."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("candidates", "baselines")]
         values = {name: getattr(self, name) for name in names} | {"arguments": dict(self.arguments)}
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
@@ -122,6 +124,8 @@ def _check(spec: Comparison) -> None:
     for name, choices in (("output", _OUTPUTS), ("clock", _CLOCKS)):
         if getattr(spec, name) not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(spec, name)!r}.")
+    if not isinstance(spec.baselines, bool):
+        raise ConfigError(f"baselines must be true or false, not {spec.baselines!r}.")
     for key, _ in spec.arguments:
         if key in _SET_BY_US:
             raise ConfigError(f"{key!r} is set by the comparison itself and cannot be an argument.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .prediction import Prediction
 from .write import write_report
 
-__all__ = ["write_report"]
+__all__ = ["Prediction", "write_report"]

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from ..compare import Results, Row
 
-_KNOWN = {"tea_cache": "teal", "mag_cache": "violet", "cache_dit": "amber", "plan": "rose", "none": "grey"}
-_OTHERS = ("blue", "green", "brown", "pink")
+_KNOWN = {
+    "tea_cache": "teal",
+    "mag_cache": "violet",
+    "cache_dit": "amber",
+    "cache_dit DBCache": "amber",
+    "plan": "rose",
+    "none": "grey",
+}
+_OTHERS = ("blue", "green", "brown", "pink", "olive")
 BASELINES = {"fewer_steps": "grey", "second_order": "slate"}
+NAMES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}
+"""What baselines are called on the page."""
 
 
 def series_of(row: Row) -> str:
-    """What a row belongs to: its method, its own label, or the kind of baseline it is."""
-    return str(row.candidate.get("name", row.label)) if row.kind in ("method", "custom") else row.kind
+    """What a row belongs to: its series, else its method, its own label, or the kind of baseline it is."""
+    own = row.candidate.get("series") or row.candidate.get("name", row.label)
+    return str(own) if row.kind in ("method", "custom") else row.kind
 
 
 def colours(results: Results) -> dict[str, str]:

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..compare import Results, Row
 from .colours import colours, series_of
-
-_INK, _FAINT = "#010203", "#040506"
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 10,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "text.color": _INK,
-    "grid.color": _FAINT,
-    "grid.alpha": 0.22,
-}
+from .svg import INK, Inks, drawing
 
 
 @dataclass(frozen=True)
@@ -68,29 +49,20 @@ def frontier(found: Iterable[Point]) -> list[Point]:
 
 def plot(results: Results, width: float, height: float, salt: str) -> str:
     """The plane of speed and PSNR as an SVG element; `salt` keeps its ids apart from another plot's."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    found, palette = points(results), colours(results)
-    marks = {name: f"#0a0b{index:02x}" for index, name in enumerate(palette)}
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasSVG(figure)
+    found, inks = points(results), Inks(colours(results))
+    with drawing(width, height, salt) as (figure, svg):
         axes = figure.add_subplot()
         axes.grid(True)
         axes.set_axisbelow(True)
         axes.set(xlabel="times faster than uncached", ylabel="PSNR to uncached, dB (line: down to the worst)")
-        _draw(axes, found, marks)
-        _name(figure, axes, found, marks)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _in_page_colours(buffer.getvalue(), {marks[name]: palette[name] for name in palette})
+        _draw(axes, found, inks.marks)
+        _name(figure, axes, found, inks.marks)
+        return inks.of_page(svg())
 
 
 def _draw(axes: Any, found: Sequence[Point], marks: dict[str, str]) -> None:
     best = frontier(found)
-    axes.plot([p.speed for p in best], [p.mean for p in best], color=_INK, lw=7, alpha=0.09, solid_capstyle="round")
+    axes.plot([p.speed for p in best], [p.mean for p in best], color=INK, lw=7, alpha=0.09, solid_capstyle="round")
     for kind, style in (("fewer_steps", (0, (1, 2))), ("second_order", (0, (5, 3)))):
         line = sorted((p for p in found if p.kind == kind), key=lambda p: p.speed)
         if line:
@@ -142,13 +114,3 @@ def _settle(axes: Any, text: Any, taken: list[Any]) -> None:
                 taken.append(box)
                 return
     taken.append(text.get_window_extent())
-
-
-def _in_page_colours(svg: str, palette: dict[str, str]) -> str:
-    """The element alone, with stand-in colours replaced by the page's, its font, and no fixed size."""
-    svg = svg[svg.index("<svg") :]
-    for stand_in, name in (palette | {_FAINT: "faint"}).items():
-        svg = svg.replace(stand_in, f"var(--{name})")
-    svg = svg.replace(_INK, "currentColor")
-    svg = re.sub(r"font: ((?:bold |700 )?)([\d.]+px)[^;\"]*", r"font: \g<1>\2 var(--font)", svg)
-    return re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"([^>]*?) (?:width|height)="[^"]*"', r"\1\2", svg, count=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 from ..compare import Results, Row
 from ..metrics.summary import METRICS
 from . import words
-from .colours import colours, series_of
+from .colours import NAMES, colours, series_of
 from .embed import data_uri
 from .plot import plot
+from .prediction import Prediction, Trial
+from .side_by_side import side_by_side
 
 SHOWN = 8
-_SERIES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The predicted and the measured frontier."""
+
+    words: str
+    metric: str
+    wide: str
+    narrow: str
+    trials: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Page:
     """All of it."""
 
@@ -86,12 +97,13 @@ class Page:
     legend: tuple[tuple[str, str], ...]
     wide: str
     narrow: str
+    beside: Beside | None
     unavailable: tuple[tuple[str, str], ...]
     style: str
     script: str
 
 
-def view(results: Results, folder: Path, expected: Mapping[str, float]) -> Page:
+def view(results: Results, folder: Path, prediction: Prediction | None) -> Page:
     """Everything the template needs."""
     palette = colours(results)
     metrics = [name for name in METRICS if any(name in row.values for row in results.rows)]
@@ -104,20 +116,45 @@ def view(results: Results, folder: Path, expected: Mapping[str, float]) -> Page:
         facts=_facts(results),
         prompts=tuple(f"{prompt}, seed {seed}" for prompt, seed in _images(results)[:SHOWN]),
         count=len(_images(results)),
-        lines=tuple(
-            replace(line, facts=(*line.facts, f"{expected[line.label]:.1f} dB expected"))
-            if line.label in expected and line.error is None
-            else line
-            for line in (_line(results, row, folder, metrics, palette) for row in rows)
-        ),
+        lines=tuple(_with_expected(_line(results, row, folder, metrics, palette), row, prediction) for row in rows),
         columns=_columns(metrics),
-        legend=tuple((_SERIES.get(name, name), colour) for name, colour in palette.items()),
+        legend=tuple((NAMES.get(name, name), colour) for name, colour in palette.items()),
         wide=plot(results, 8.6, 4.6, "wide") if measured else "",
         narrow=plot(results, 4.3, 4.8, "narrow") if measured else "",
+        beside=_beside(results, prediction) if measured and prediction is not None else None,
         unavailable=tuple((METRICS[name].title, why) for name, why in results.unavailable.items()),
         style=(page / "report.css").read_text("utf-8"),
         script=(page / "report.js").read_text("utf-8"),
     )
+
+
+def _beside(results: Results, prediction: Prediction) -> Beside:
+    return Beside(
+        prediction.words,
+        METRICS[prediction.target.metric].title,
+        side_by_side(results, prediction, 11.5, 5.6, "beside-wide"),
+        side_by_side(results, prediction, 4.6, 8.6, "beside-narrow"),
+        tuple(_trial(trial, prediction) for trial in prediction.trials),
+    )
+
+
+def _trial(trial: Trial, prediction: Prediction) -> tuple[str, ...]:
+    metric = prediction.target.metric
+    return (
+        f"{trial.computed} of {prediction.steps}",
+        "" if trial.expected is None else words.figure("psnr", trial.expected),
+        words.figure(metric, trial.kept),
+        words.figure(metric, trial.worst),
+        str(trial.pictures),
+        "certified" if trial.computed == prediction.certified else "passed" if trial.passed else "did not pass",
+    )
+
+
+def _with_expected(line: Line, row: Row, prediction: Prediction | None) -> Line:
+    """A plan that was asked for by its budget has what was expected of it among its facts."""
+    budget = row.candidate.get("settings", {}).get("budget") if row.candidate.get("name") == "plan" else None
+    expected = None if prediction is None or row.error is not None else prediction.at(budget)
+    return line if expected is None else replace(line, facts=(*line.facts, f"{expected:.1f} dB expected"))
 
 
 def _images(results: Results) -> list[tuple[str, int]]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..compare import Results
 from ..errors import HoldoverError
+from .prediction import Prediction
 from .view import view
 
 
 def write_report(
-    results: Results, folder: Path | str, name: str = "report.html", expected: Mapping[str, float] | None = None
+    results: Results, folder: Path | str, name: Path | str = "report.html", prediction: Prediction | None = None
 ) -> Path:
-    """Write the report into the folder that has the comparison's pictures; its path.
+    """Write the report into the folder that has the comparison's pictures, or to an absolute `name`; its path.
 
-    `expected` has the PSNR that was expected of a candidate, by label, to stand beside what was measured.
+    With a `prediction` the predicted frontier of plans is drawn beside the measured one.
     """
     try:
         import matplotlib  # noqa: F401
@@ -29,7 +29,7 @@ def write_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    text = pages.get_template("report.html").render(page=view(results, Path(folder), expected or {}))
+    text = pages.get_template("report.html").render(page=view(results, Path(folder), prediction))
     path = Path(folder) / name
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, "utf-8")

@@ -14,8 +14,8 @@ for (const row of rows)
       if (Math.abs(other.scrollLeft - row.scrollLeft) > 1) other.scrollLeft = row.scrollLeft;
   }, { passive: true });
 
-const body = document.querySelector("tbody");
-const heads = [...document.querySelectorAll("thead th")];
+const body = document.querySelector("#table tbody");
+const heads = [...document.querySelectorAll("#table thead th")];
 const key = (row, column) => {
   const text = row.children[Math.min(column, row.children.length - 1)].dataset.key;
   return column === 0 ? text : Number(text);
