@@ -102,7 +102,6 @@ class Bench:
             "wanted": wanted,
             "computed": round(drawn.computed, 2),
             **{name: _figures(values) for name, values in figures.items()},
-            "seconds": round(drawn.seconds, 5),
             "settings": way.settings,
             "course": asdict(course),
         }
@@ -114,6 +113,18 @@ class Bench:
             with self._scheduler(course.scheduler):
                 self._profiles[course, count] = self._calibrated(course, count)
         return self._profiles[course, count]
+
+    def polished(self, course: Course, budget: int) -> Profile:
+        """The same with a plan that was improved by trial, on more calibration prompts: none of them is tested on."""
+        return holdover.polish(
+            self.pipe,
+            self.profile(course),
+            budget,
+            self.calibration_prompts[: self.scale.polished_on],
+            trials=self.scale.trials,
+            batch_size=self.scale.batch,
+            progress=False,
+        )
 
     def profile_file(self, course: Course) -> str:
         """The same as a file, for the methods that read their constants from one."""

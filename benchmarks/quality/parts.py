@@ -25,7 +25,11 @@ from .verdict import verdict
 Figures = dict[str, Any]
 Part = Callable[[Bench], Figures]
 Table = Callable[[Bench, Course, Sequence[int]], list[Row]]
-OURS: dict[str, Table] = {"plan": plans.planned, "plan without a profile": plans.unmeasured}
+OURS: dict[str, Table] = {
+    "plan": plans.planned,
+    "plan, polished": plans.polished,
+    "plan without a profile": plans.unmeasured,
+}
 OTHERS: dict[str, Table] = {
     "hold, uniform": plans.held,
     "fewer steps": plans.fewer_steps,
@@ -47,7 +51,6 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "cost": cost.costs,
         **{_titled(name, main): _table(table, main, scale.budgets) for name, table in OURS.items()},
         **{_titled(name, main): _table(table, main, beyond) for name, table in OTHERS.items()},
-        "polished": _table(plans.polished, main, scale.budgets),
         "generations": dependence.generations,
         "certificates": certificate.certificates,
         "guard": guard.ordinary,

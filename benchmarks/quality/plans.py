@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdover.plan.schedules import growing, uniform
-from holdover.profiles import Profile, measured
+from holdover.profiles import Profile
 
 from .bench import Bench, Course, Row
 from .verdict import PLAN, POLISHED
@@ -56,11 +56,5 @@ def fewer_steps(bench: Bench, course: Course, budgets: Sequence[int]) -> list[Ro
 
 
 def polished(bench: Bench, course: Course, budgets: Sequence[int]) -> list[Row]:
-    """The plans of the shipped profile that were improved by trial, on calibration prompts alone."""
-    profile = next(p for p in measured() if p.name == "emoji")
-    found = {len(schedule.computed): schedule for schedule in profile.facts.schedules}
-    return [
-        bench.row(plan(profile, POLISHED, budget=budget), course, budget)
-        | {"schedule": list(schedule.computed), "psnr_in_trial": schedule.psnr}
-        for budget, schedule in sorted(found.items())
-    ]
+    """Plans that were improved by trial on the model, on calibration prompts alone."""
+    return [bench.row(plan(bench.polished(course, b), POLISHED, budget=b), course, b) for b in budgets]

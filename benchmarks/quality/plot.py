@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from .verdict import POLISHED, ours, rows_of
+from .verdict import ours, rows_of
 
 _TITLES = {"mean": "mean over the pictures", "p10": "10th percentile"}
 _OURS = ("#b3261e", "#e8710a", "#7b1fa2", "#c2185b", "#8d6e63")
@@ -52,7 +52,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], quantity: str, steps: int) -> N
     for index, (method, own) in enumerate(methods.items()):
         points = {(r["computed"], r["psnr"][quantity]) for r in rows if r["method"] == method}
         found = sorted(point for point in points if point[1] is not None)
-        style = {"lw": 2.4 if own else 1.3, "ls": "none" if method == POLISHED else "-" if own else "--"}
+        style = {"lw": 2.4 if own else 1.3, "ls": "-" if own else "--"}
         mark, size = _MARKS[index % len(_MARKS)], 8 if own else 5
         axes.plot(*zip(*found, strict=True), label=method, color=next(colours[own]), marker=mark, ms=size, **style)
     axes.set(title=_TITLES[quantity], xlabel=f"computed steps of {steps}", ylabel="PSNR to the uncached pictures, dB")

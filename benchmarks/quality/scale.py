@@ -23,6 +23,8 @@ class Scale:
     other_steps: tuple[tuple[int, tuple[int, ...]], ...] = ((28, (10, 15)), (20, (10, 15)))
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
+    polished_on: int = 64
+    trials: int = 12
     searched: int = 32
     tries: int = 8
     halvings: int = 6
@@ -57,6 +59,8 @@ QUICK = Scale(
     other_steps=((6, (3,)), (5, (3,))),
     generations=(1, 2),
     guidances=(6.0,),
+    polished_on=4,
+    trials=4,
     searched=1,
     tries=1,
     halvings=2,

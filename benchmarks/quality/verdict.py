@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 def rows_of(figures: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """The rows of the main table for a number of steps."""
-    parts = [part for name, part in figures["parts"].items() if name.endswith(f", of {steps}") or "polished" in name]
+    parts = [part for name, part in figures["parts"].items() if name.endswith(f", of {steps}")]
     return [row for part in parts for row in part.get("rows", ()) if row["steps"] == steps]
 
 
@@ -36,8 +36,7 @@ def verdict(figures: dict[str, Any], scale: Scale) -> dict[str, Any]:
             title: [_judged(row, others) for row in rows if row["method"] == title and row["wanted"] in budgets]
             for title in (PLAN, POLISHED)
         }
-    least = [e for e in found[f"{scale.steps} steps"][PLAN] if scale.judged[0] <= e["wanted"] <= scale.judged[1]]
-    return found | {"in_short": _in_short(least, scale.judged)}
+    return found | {"in_short": _in_short(found[f"{scale.steps} steps"], scale.judged)}
 
 
 def _judged(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -82,14 +81,17 @@ def _ratio(computed: float, psnr: float, others: Sequence[Point]) -> dict[str, A
     return {"ratio": round((k0 + (psnr - q0) / (q1 - q0) * (k1 - k0)) / computed, 2), "ratio_is_at_least": False}
 
 
-def _in_short(entries: Sequence[dict[str, Any]], between: tuple[int, int]) -> dict[str, Any]:
-    """The least lead and the least ratio over the budgets that are judged."""
-    short: dict[str, Any] = {"between": list(between)}
-    for figure in FIGURES:
-        leads = [e[figure]["lead"] for e in entries if e[figure]["lead"] is not None]
-        ratios = [e[figure]["ratio"] for e in entries if "ratio" in e[figure]]
-        short[figure] = {"least_lead": min(leads, default=None), "least_ratio": min(ratios, default=None)}
-    return short
+def _in_short(found: dict[str, list[dict[str, Any]]], between: tuple[int, int]) -> dict[str, Any]:
+    """The least lead and the least ratio of each kind of plan over the budgets that are judged."""
+    judged = {title: [e for e in rows if between[0] <= e["wanted"] <= between[1]] for title, rows in found.items()}
+    least = {title: {figure: _least(rows, figure) for figure in FIGURES} for title, rows in judged.items()}
+    return {"between": list(between), **least}
+
+
+def _least(entries: Sequence[dict[str, Any]], figure: str) -> dict[str, float | None]:
+    leads = [e[figure]["lead"] for e in entries if e[figure]["lead"] is not None]
+    ratios = [e[figure]["ratio"] for e in entries if "ratio" in e[figure]]
+    return {"least_lead": min(leads, default=None), "least_ratio": min(ratios, default=None)}
 
 
 def _value(row: dict[str, Any], figure: str) -> float:

@@ -54,10 +54,16 @@ def _short(verdict: dict[str, Any]) -> list[str]:
                 lines += [f"**{title}, {steps}**", "", _line(head), _line(["--:"] * len(head))]
                 lines += [_line([e["computed"], *_judged(e)]) for e in entries]
                 lines.append("")
-    short = verdict["in_short"]
-    told = (f"{figure}: {short[figure]['least_lead']} dB, {short[figure]['least_ratio']} times" for figure in FIGURES)
-    between = " to ".join(map(str, short["between"]))
-    return [*lines, f"Least lead and least ratio of steps from {between} computed steps: {'; '.join(told)}."]
+    return [*lines, *_least(**verdict["in_short"])]
+
+
+def _least(between: Sequence[int], **titles: Any) -> list[str]:
+    """The least lead and ratio of each kind of plan."""
+    lines = [f"Least lead and least ratio of steps from {between[0]} to {between[1]} computed steps:", ""]
+    for title, short in titles.items():
+        told = (f"{name} {short[name]['least_lead']} dB, {short[name]['least_ratio']} times" for name in FIGURES)
+        lines.append(f"- {title}: {'; '.join(told)}")
+    return lines
 
 
 def _judged(entry: dict[str, Any]) -> list[str]:

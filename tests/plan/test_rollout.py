@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from holdover.grid import Grid
 from holdover.plan.response import euler, response_of
-from holdover.plan.rollout import DEPTH, Course, Weights, error_of, fit, least_squares
+from holdover.plan.rollout import DEPTH, Course, Weights, error_of, fit, least_squares, ridged
 
-from .trajectories import WIDTH, falling, kernel_of, mean_square, outputs, smooth_kernel
+from .trajectories import WIDTH, branched_kernel, falling, kernel_of, mean_square, outputs, smooth_kernel
 
 relaxed = settings(deadline=None, max_examples=30)
 seeds = st.integers(0, 10**6)
@@ -120,3 +120,65 @@ def test_held_steps_are_made_of_the_last_computed_steps_of_their_own_range():
 def test_nothing_held_has_no_error():
     course = Course(smooth_kernel(12, 1), euler(falling(12)))
     assert not course.errors({}).any()
+
+
+GUIDED = (3.0, -2.0)
+
+
+def two_branches(noise, seed):
+    """Outputs of a conditional and an unconditional branch, which have much in common."""
+    common = outputs(noise, seed)
+    return [common + 0.3 * outputs(noise, seed + 1), common + 0.3 * outputs(noise, seed + 2)]
+
+
+def branches_rolled_out(branches, response, table):
+    """The generation itself, each branch by its own weights, mixed for the scheduler."""
+    mixed = 0.0
+    for index, (vectors, share) in enumerate(zip(branches, GUIDED, strict=True)):
+        made = np.zeros_like(vectors)
+        for step in range(len(vectors)):
+            held = table.get(step)
+            made[step] = vectors[step] if held is None else np.asarray(held.of(index)) @ made[list(held.anchors)]
+        mixed = mixed + share * made
+    return response @ mixed
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=seeds, data=st.data())
+def test_errors_on_paper_are_those_of_a_rollout_of_several_branches(seed, data):
+    noise, response = falling(14), euler(falling(14))
+    computed = {0, *data.draw(st.sets(st.integers(0, 13), max_size=7))}
+    generations = [two_branches(noise, seed + 10 * i) for i in range(3)]
+    course = Course(branched_kernel(noise, generations, GUIDED), response)
+    table = course.weights(computed, ((0, 13),))
+    for errors, branches in zip(course.errors(table), generations, strict=True):
+        uncached = response @ (GUIDED[0] * branches[0] + GUIDED[1] * branches[1])
+        apart = branches_rolled_out(branches, response, table) - uncached
+        assert errors == pytest.approx([mean_square(row) for row in apart], rel=1e-9, abs=1e-9)
+
+
+def test_branches_with_weights_of_their_own_come_nearer_than_with_the_same():
+    noise, response = falling(20), euler(falling(20))
+    course = Course(branched_kernel(noise, [two_branches(noise, 10 * i) for i in range(4)], GUIDED), response)
+    computed = {0, 1, 3, 7, 12}
+    apart, alike = course.weights(computed, ((0, 19),)), course.merged.weights(computed, ((0, 19),))
+    assert {len(w.values) for w in apart.values()} == {4, 6, 8}
+    assert {len(w.values) for w in alike.values()} == {2, 3, 4}
+    assert course.errors(apart)[:, -1].mean() < course.errors(alike)[:, -1].mean()
+
+
+def test_the_same_weights_for_all_branches_are_those_of_the_mix():
+    """One set of weights has the same error whether branches are told apart or not."""
+    noise, response = falling(14), euler(falling(14))
+    course = Course(branched_kernel(noise, [two_branches(noise, 4)], GUIDED), response)
+    table = course.merged.weights({0, 2, 5, 9}, ((0, 13),))
+    assert course.errors(table) == pytest.approx(course.merged.errors(table), rel=1e-9)
+
+
+def test_branches_are_tied_together():
+    """However different they are, a strong tie gives them all but the same weights."""
+    normal = np.diag([4.0, 3.0, 2.0, 1.0])
+    known = np.array([4.0, 0.0, 0.0, 1.0])
+    loose, tied = ridged(normal, known, branches=2, tie=0.0), ridged(normal, known, branches=2, tie=1e6)
+    assert loose == pytest.approx([1.0, 0.0, 0.0, 1.0], abs=1e-6)
+    assert tied[:2] == pytest.approx(tied[2:], abs=1e-5)

@@ -28,6 +28,12 @@ def kernel_of(noise: Array, generations: list[Array], growth: Array | None = Non
     return Kernel(noise, grams, np.zeros((len(generations), len(noise) + 1)) if growth is None else growth)
 
 
+def branched_kernel(noise: Array, generations: list[list[Array]], mix: tuple[float, ...]) -> Kernel:
+    """The same of generations with several branches, each with outputs of its own."""
+    stacked = [np.concatenate(branches) for branches in generations]
+    return Kernel(noise, kernel_of(noise, stacked).grams, np.zeros((len(stacked), len(noise) + 1)), mix)
+
+
 def smooth_kernel(steps: int, seed: int, count: int = 3) -> Kernel:
     noise = falling(steps)
     return kernel_of(noise, [outputs(noise, 100 * seed + i) for i in range(count)])

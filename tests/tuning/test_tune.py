@@ -190,33 +190,39 @@ def test_wrong_arguments_are_errors(changes, said):
         holdover.tune(pipeline(), measured(), HELD_BACK, **call)
 
 
-def mean_quality(profile, budget, prompts):
+def mean_quality(profile, budget, prompts, seed):
     """The mean PSNR of a budget as `enable` would run it."""
     with holdover.enable(pipeline(), "plan", profile=profile, budget=budget, guard=False) as cache:
         picture()
         computed = {v.step for v in cache.stats().last.visits if v.computed}
-    with Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, batch_size=2) as tried:
+    with Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, seed, batch_size=2) as tried:
         tried.reference()
         values = tried.values(profile, "psnr", tuple(sorted(computed)))
     return worth(values)
 
 
 @pytest.mark.parametrize("budget", [2, 3])
-def test_a_polished_plan_is_never_worse_on_its_own_prompts(budget):
-    polished = holdover.polish(pipeline(), measured(), budget, CALIBRATION, trials=8, batch_size=2, progress=False)
+def test_a_polished_plan_is_never_worse_on_the_prompts_that_judge(budget):
+    prompts = [*CALIBRATION, "a yellow bus", "two clouds"]
+    polished = holdover.polish(pipeline(), measured(), budget, prompts, trials=8, batch_size=2, progress=False)
     (schedule,) = polished.facts.schedules
     assert len(schedule.computed) == budget
     assert schedule.computed[0] == 0
-    before = mean_quality(measured(), budget, CALIBRATION)
-    assert mean_quality(polished, budget, CALIBRATION) >= before - 1e-6
+    before = mean_quality(measured(), budget, prompts[2:], seed=2)
+    assert mean_quality(polished, budget, prompts[2:], seed=2) >= before - 1e-6
     with holdover.enable(pipeline(), "plan", profile=polished, budget=budget) as cache:
         picture()
         assert "polished" in str(cache.stats())
 
 
 def test_a_plan_with_nothing_held_is_polished_and_saved_too(tmp_path):
-    polished = holdover.polish(pipeline(), measured(), STEPS, CALIBRATION[:1], trials=1, progress=False)
+    polished = holdover.polish(pipeline(), measured(), STEPS, CALIBRATION[:2], trials=1, progress=False)
     assert Profile.load(polished.save(tmp_path / "all.safetensors")) == polished
+
+
+def test_polishing_needs_prompts_to_fit_to_and_prompts_to_judge():
+    with pytest.raises(holdover.ConfigError, match="two prompts at least"):
+        holdover.polish(pipeline(), measured(), 3, CALIBRATION[:1], progress=False)
 
 
 @pytest.mark.parametrize("budget", [0, STEPS + 1])

@@ -26,16 +26,17 @@ from ..runtime.method import Computed, Method, NoneConfig
 from ..runtime.unit import Unit
 from ..runtime.whole import WholeSeam
 from ..teacache.estimate import SignalMeasure
+from .branched import Branched
 from .shelf import Shelf
 
 PROBED = 6  # one step in so many is computed in the run that shows how errors grow
 
 
 class Trajectory:
-    """The latents of one run as the scheduler saw them, and the guided outputs where they are wanted."""
+    """The latents of one run as the scheduler saw them, and where they are wanted the outputs, mixed and by branch."""
 
-    def __init__(self, latents: Shelf, outputs: Shelf | None = None) -> None:
-        self.latents, self._outputs = latents, outputs
+    def __init__(self, latents: Shelf, outputs: Shelf | None = None, branched: Branched | None = None) -> None:
+        self.latents, self._outputs, self.branched = latents, outputs, branched
         self._last: Stepped | None = None
 
     def add(self, stepped: Stepped) -> None:
@@ -54,6 +55,8 @@ class Trajectory:
         """Begin again."""
         self.latents.clear()
         self.outputs.clear()
+        if self.branched is not None:
+            self.branched.clear()
 
     @property
     def outputs(self) -> Shelf:
@@ -98,9 +101,10 @@ class Constants:
 
 
 class Outputs(Method):
-    """Computes every step, and keeps the guided outputs and the latents."""
+    """Computes every step, and keeps the outputs and the latents."""
 
     name = "calibrate"
+    observes = True
     follows = True
 
     def __init__(self, trajectory: Trajectory) -> None:
@@ -127,6 +131,10 @@ class Outputs(Method):
         self._begin(grid)
         return AlwaysCompute()
 
+    def observe(self, computed: Computed) -> None:
+        if self._trajectory.branched is not None:
+            self._trajectory.branched.add(computed)
+
     def stepped(self, stepped: Stepped) -> None:
         self._trajectory.add(stepped)
 
@@ -136,8 +144,6 @@ class Outputs(Method):
 
 class Everything(Outputs):
     """The same, and looks at signals and residuals at the seam."""
-
-    observes = True
 
     def __init__(self, trajectory: Trajectory, constants: Constants) -> None:
         super().__init__(trajectory)
@@ -154,6 +160,7 @@ class Everything(Outputs):
         return self._constants.signals.signal(unit)
 
     def observe(self, computed: Computed) -> None:
+        super().observe(computed)
         self._constants.add(computed)
 
     def finished(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError, HoldoverError, UnsupportedModelError
 from ..metrics import psnr
-from ..plan.kernel import Array, Kernel
+from ..plan.kernel import Array
 from ..plan.rollout import Course
 from ..plan.setting import Setting
 from ..profiles import Facts, MagCacheProfile, Profile, TeaCacheProfile
@@ -24,6 +24,7 @@ from ..runtime.engine import Engine
 from ..runtime.identity import facts_of
 from ..runtime.method import Method, NoneMethod
 from ..runtime.unit import Unit
+from .branched import Branched, Mixed, together
 from .calls import Caller
 from .passes import Constants, Everything, Outputs, Probe, Trajectory, growth
 from .prompts import Prompt, hash_of
@@ -40,7 +41,7 @@ class Session:
     def __init__(self, caller: Caller, store: str, seams: bool) -> None:
         self._caller, self._store = caller, store
         self._constants = Constants({} if seams else None)
-        self._grams: list[Array] = []
+        self._measured: list[Mixed] = []
         self._growth: list[Array] = []
         self._seams: dict[str, list[Array]] = {}
         self._offsets: list[float] = []
@@ -59,29 +60,31 @@ class Session:
     def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
         """One uncached run and one probe of the same pictures."""
         with ExitStack() as stack:
-            shelves = [stack.enter_context(Shelf(self._store)) for _ in range(3)]
-            reference, probe = Trajectory(*shelves[:2]), Trajectory(shelves[2])
+            latents, outputs, probed_latents = (stack.enter_context(Shelf(self._store)) for _ in range(3))
+            branched = stack.enter_context(Branched(self._store))
+            reference, probe = Trajectory(latents, outputs, branched), Trajectory(probed_latents)
             self._announce(reference, bar)
             pictures, setting = self._uncached(reference, prompts, seeds, stack)
             bar.update()
-            course = self._course(reference, setting)
+            mixed = self._mixed(reference, setting)
+            course = Course(mixed.kernel(setting.noise).merged, setting.response)
             probing = Probe(probe, course.kernel)
             probed = self._run(probing, prompts, seeds)
             bar.update()
             self._surprise += probing.guard.ratios
-            self._grams.append(course.kernel.grams)
+            self._measured.append(mixed)
             self._growth.append(growth(reference, probe, probing.computed, course, setting))
             self._compare(pictures, probed, probe.error(reference, reference.steps))
 
     def _announce(self, reference: Trajectory, bar: Any) -> None:
         """Say how much memory the trajectories will take, once the first latent shows it."""
-        if self._grams:
+        if self._measured:
             return
-        count = 3 * (self._caller.steps + 1)
+        count = 5 * (self._caller.steps + 1)
 
         def say(latent: torch.Tensor) -> None:
             each = latent.numel() * 4 / 1e6
-            text = f"keeping {count} latents of {each:.1f} MB: {count * each:.0f} MB, store={self._store!r}"
+            text = f"keeping up to {count} latents of {each:.1f} MB: {count * each:.0f} MB, store={self._store!r}"
             if bar.disable:
                 logger.info(text)
             else:
@@ -89,8 +92,8 @@ class Session:
 
         reference.latents.first = say
 
-    def _course(self, reference: Trajectory, setting: Setting) -> Course:
-        """The generation on paper; every generation must have the same noise levels, and run all of them."""
+    def _mixed(self, reference: Trajectory, setting: Setting) -> Mixed:
+        """The outputs of a generation; every one must have the same noise levels, and run all of them."""
         noise = tuple(setting.noise.tolist())
         if reference.steps != len(noise):
             raise HoldoverError(
@@ -100,8 +103,8 @@ class Session:
         if self._noise not in ((), noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
         self._noise = noise
-        outputs = grams(reference.outputs)
-        return Course(Kernel(setting.noise, outputs, np.zeros((len(outputs), len(noise) + 1))), setting.response)
+        assert reference.branched is not None
+        return reference.branched.mixed(reference.outputs)
 
     def _uncached(
         self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
@@ -131,7 +134,7 @@ class Session:
     def _keep_seams(self, steps: int) -> None:
         """The inner products of the residuals; zero where another expert was at work."""
         for name, shelf in (self._constants.seams or {}).items():
-            measured, handled = grams(shelf), self._constants.handled.pop(name)
+            measured, handled = grams([shelf]), self._constants.handled.pop(name)
             whole = np.zeros((len(measured), steps, steps))
             whole[np.ix_(range(len(measured)), handled, handled)] = measured
             self._seams.setdefault(name, []).append(whole)
@@ -149,7 +152,7 @@ class Session:
 
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """Everything that was measured, with where it comes from."""
-        pipe, caller = self._caller.pipe, self._caller
+        pipe, caller, mixed = self._caller.pipe, self._caller, together(self._measured)
         guidance = caller.guidance if caller.guidance is not None else getattr(pipe, "guidance_scale", None)
         facts = Facts(
             name=name,
@@ -162,6 +165,8 @@ class Session:
             date=date.today().isoformat(),
             versions=tuple((library, _version(library)) for library in _LIBRARIES),
             guidance=None if guidance is None else float(guidance),
+            branches=mixed.branches,
+            mix=mixed.mix,
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
             psnr_offset=float(np.mean(self._offsets)) if self._offsets else None,
             surprise=(median(self._surprise), max(self._surprise)) if self._surprise else (),
@@ -169,7 +174,7 @@ class Session:
             mag_cache=tuple((u.name, self._ratios(u)) for u in self._cut),
         )
         seams = {name: np.concatenate(measured) for name, measured in self._seams.items()}
-        return Profile(facts, np.concatenate(self._grams), np.concatenate(self._growth), seams)
+        return Profile(facts, mixed.grams, np.concatenate(self._growth), seams)
 
     @property
     def _cut(self) -> list[Unit]:

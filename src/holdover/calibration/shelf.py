@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -63,9 +63,9 @@ class Shelf:
         return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
-def grams(tensors: Shelf, chunk: int = 1 << 20) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def grams(shelves: Sequence[Shelf], chunk: int = 1 << 20) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Inner products of all tensors, one matrix for each entry of the batch, divided by the number of values."""
-    flat = [tensors[i].flatten(1) for i in range(len(tensors))]
+    flat = [shelf[i].flatten(1) for shelf in shelves for i in range(len(shelf))]
     batch, values = flat[0].shape
     total = torch.zeros(batch, len(flat), len(flat), dtype=torch.float64)
     for start in range(0, values, chunk):

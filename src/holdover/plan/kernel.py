@@ -1,8 +1,9 @@
 """What was measured of a model for planning: inner products of its outputs along uncached generations.
 
 Every predictor is linear in the past, so all a planner needs is how the outputs v_0 ... v_{N-1} of an uncached
-generation lie to each other: one Gram matrix a generation. A vector is written as its coefficients over the outputs;
-its length is then a quadratic form. Knows nothing of models, pipelines or torch.
+generation lie to each other: one Gram matrix a generation. Where a step has several branches their outputs are told
+apart, all of the first, then all of the second; what the scheduler gets is a mix of them. A vector is written as its
+coefficients over the outputs; its length is then a quadratic form. Knows nothing of models, pipelines or torch.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ class Kernel:
     """Gram matrices of the outputs, one a generation, divided by the number of values in a latent.
 
     - `noise`: the noise level of each step, 1 at pure noise, falling.
-    - `grams`: (generations, N, N).
+    - `grams`: (generations, B N, B N) for B branches.
     - `growth`: (generations, N+1), the logarithm of how much larger the squared error of a generation with held steps
       really was, before each step and at the end, than the same generation on paper.
+    - `mix`: how much of each branch is in the output the scheduler gets; guidance s mixes them as s, 1 - s.
     """
 
     noise: Array
     grams: Array
     growth: Array
+    mix: tuple[float, ...] = (1.0,)
 
     @property
     def steps(self) -> int:
@@ -43,6 +46,19 @@ class Kernel:
         """The Gram matrix to fit weights on."""
         mean: Array = self.grams.mean(axis=0)
         return mean
+
+    @cached_property
+    def parts(self) -> Array:
+        """(B, N, B N): what each branch brings to the output the scheduler gets at each step."""
+        shares: Array = np.diag(np.array(self.mix, dtype=np.float64))
+        parts: Array = np.einsum("bc,st->bsct", shares, np.eye(self.steps))
+        return parts.reshape(len(self.mix), self.steps, -1)
+
+    @cached_property
+    def merged(self) -> Kernel:
+        """The same with the branches of a step merged into the output the scheduler gets."""
+        whole = self.parts.sum(axis=0)
+        return self if len(self.mix) == 1 else Kernel(self.noise, whole @ self.grams @ whole.T, self.growth)
 
     def squared(self, vector: Array) -> Array:
         """The squared length of a vector in each generation."""
@@ -63,13 +79,15 @@ class Kernel:
         """
         if np.array_equal(noise, self.noise):
             return self
-        moved = interpolation(self.noise, noise)
-        doubt = moved - interpolation(self.noise, noise, points=2)
+        each = np.eye(len(self.mix))
+        moved = np.kron(each, interpolation(self.noise, noise))
+        doubt = moved - np.kron(each, interpolation(self.noise, noise, points=2))
         known, wanted = np.append(self.noise, 0.0), np.append(noise, 0.0)
         growth = np.stack([np.interp(-wanted, -known, row) for row in self.growth])
         grams = moved @ self.grams @ moved.T
-        grams[:, range(len(noise)), range(len(noise))] += np.einsum("ti,gij,tj->gt", doubt, self.grams, doubt)
-        return Kernel(noise, grams, growth)
+        own = range(len(moved))
+        grams[:, own, own] += np.einsum("ti,gij,tj->gt", doubt, self.grams, doubt)
+        return Kernel(noise, grams, growth, self.mix)
 
 
 def interpolation(known: Array, wanted: Array, points: int = 4) -> Array:

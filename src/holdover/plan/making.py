@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,22 +19,49 @@ from .schedules import growing
 from .setting import Setting
 from .target import Target, steps_for
 
+_SAME = 1e-2  # a mix measured in bfloat16 is off by less
+
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """One kind of generation, with what was measured brought to its grid; kept from request to request."""
+    """One kind of generation, with what was measured brought to its grid; kept from request to request.
+
+    `branches` are those with weights of their own; none where all have the same.
+    """
 
     setting: Setting
     kernel: Kernel | None
-    planner: Planner | None
+    branches: tuple[str, ...] = ()
+
+    @cached_property
+    def planner(self) -> Planner | None:
+        """Plans on what was measured."""
+        kernel, setting = self.kernel, self.setting
+        return None if kernel is None else Planner(Course(kernel, setting.response), setting.ranges)
+
+    @cached_property
+    def merged(self) -> Kind:
+        """The same with one set of weights for whatever branches there are."""
+        return self if self.kernel is None or not self.branches else Kind(self.setting, self.kernel.merged)
 
 
 def kind_of(setting: Setting, profile: Profile | None) -> Kind:
-    """Bring what was measured to the grid at hand."""
+    """Bring what was measured to the grid and the guidance at hand."""
     if profile is None:
-        return Kind(setting, None, None)
-    kernel = Kernel(np.array(profile.facts.noise), profile.grams, profile.growth).on(setting.noise)
-    return Kind(setting, kernel, Planner(Course(kernel, setting.response), setting.ranges))
+        return Kind(setting, None)
+    facts = profile.facts
+    mix = remixed(facts.mix, facts.guidance, setting.guidance)
+    kernel = Kernel(np.array(facts.noise), profile.grams, profile.growth, mix).on(setting.noise)
+    return Kind(setting, kernel, facts.branches)
+
+
+def remixed(mix: tuple[float, ...], measured: float | None, wanted: float | None) -> tuple[float, ...]:
+    """The mix of two branches at another guidance: s and 1 - s for classifier-free guidance, else as it was."""
+    if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=_SAME):
+        return mix
+    if np.isclose(mix[0], measured, atol=_SAME):
+        return (wanted, 1 - wanted)
+    return (1 - wanted, wanted) if np.isclose(mix[1], measured, atol=_SAME) else mix
 
 
 class PlanMaker:
@@ -58,7 +86,7 @@ class PlanMaker:
             return _held(computed, kind.setting.ranges)
         if kind.planner is None or not self.fitted:
             return {}
-        tried = next((known for known in self._tried(kind.setting) if known.computed == tuple(computed)), None)
+        tried = next((known for known in self._tried(kind) if known.computed == tuple(computed)), None)
         return kind.planner.weights(computed) if tried is None else _weights_of(tried, kind.setting.ranges)
 
     def seam_weights(self, setting: Setting, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
@@ -82,15 +110,15 @@ class PlanMaker:
         budget = steps_for(DEFAULT_BUDGET if settings.budget is None else settings.budget, setting.length)
         if kind.planner is None:
             return Choice(_windows(setting, budget), "growing window, nothing measured", 0.0)
-        tried = next((known for known in self._tried(setting) if len(known.computed) == budget), None)
+        tried = next((known for known in self._tried(kind) if len(known.computed) == budget), None)
         if tried is not None and self.fitted:
             return kind.planner.judged(tried.computed, tried.origin)
         return kind.planner.frontier[max(budget, len(setting.ranges))]
 
-    def _tried(self, setting: Setting) -> list[Schedule]:
-        """The schedules that were tried on the model itself, on this grid and with this scheduler."""
+    def _tried(self, kind: Kind) -> list[Schedule]:
+        """The schedules that were tried on the model itself, on this grid, with this scheduler and these branches."""
         known = () if self._profile is None else self._profile.facts.schedules
-        return [schedule for schedule in known if _applies(schedule, setting)]
+        return [s for s in known if s.branches in ((), kind.branches) and _applies(s, kind.setting)]
 
     def _aimed(self, target: Target, kind: Kind) -> Choice:
         """The fastest schedule that is certified for a target, or expected to meet it."""
@@ -118,7 +146,6 @@ class PlanMaker:
             and self._settings.quantity == "output"
             and _applies(certificate, setting)
             and certificate.adapters == setting.adapters
-            and (setting.guidance is None or certificate.guidance in (None, setting.guidance))
             and certificate.plan == digest(self.weights(kind, certificate.computed))
         )
 
@@ -136,10 +163,11 @@ def _covers(certificate: Certificate, wanted: Target) -> bool:
 
 
 def _applies(tried: Schedule | Certificate, setting: Setting) -> bool:
-    """Whether what was tried is what runs now: the same grid, all steps of it, with the same scheduler."""
+    """Whether what was tried is what runs now: the same grid, all steps of it, the same scheduler and guidance."""
     first, last = setting.ranges[0][0], setting.last
     return (
         tried.scheduler == setting.scheduler
+        and (setting.guidance is None or tried.guidance in (None, setting.guidance))
         and (first, last) == (0, len(setting.noise) - 1)
         and all(first in tried.computed for first, _ in setting.ranges)
         and len(tried.noise) == len(setting.noise)
@@ -152,8 +180,9 @@ def _weights_of(tried: Schedule, ranges: Ranges) -> dict[int, Weights]:
     left, found = list(tried.weights), {}
     for step, before in sorted(_anchors(tried.computed, ranges).items()):
         anchors = tuple(before[-DEPTH:])
-        found[step] = Weights(anchors, tuple(left[: len(anchors)]))
-        del left[: len(anchors)]
+        count = len(anchors) * max(1, len(tried.branches))
+        found[step] = Weights(anchors, tuple(left[:count]))
+        del left[:count]
     return found
 
 

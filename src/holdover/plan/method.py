@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from .guard import Guard
 from .making import Kind, PlanMaker, kind_of
 from .plan import Plan, Planned, digest
 from .profile import resolved
-from .rollout import DEPTH
+from .rollout import Weights
 from .setting import Setting, key_of, setting_of
 
 NEWTON_DEPTH = 2
@@ -57,7 +59,8 @@ class _Current:
     plan: Plan
     guard: Guard | None
     added: set[int] = field(default_factory=set)
-    predictors: dict[str, Planned] = field(default_factory=dict)
+    branches: set[str] = field(default_factory=set)
+    settled: bool = False
 
 
 class PlanMethod(Method):
@@ -73,6 +76,7 @@ class PlanMethod(Method):
         self._profile: Profile | None = None
         self._maker = PlanMaker(config, None)
         self._plans: Recent[Kind, Plan] = Recent(_KINDS)
+        self._weighed: Recent[tuple[Kind, tuple[int, ...]], dict[int, Weights]] = Recent(_KINDS)
         self._current: _Current | None = None
         self._warned = False
 
@@ -108,15 +112,31 @@ class PlanMethod(Method):
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
         current = self._running(grid)
-        found = current.predictors.get(unit.name)
-        if found is None:
-            newton = Newton(NEWTON_DEPTH, places_of(current.kind.setting))
-            found = current.predictors[unit.name] = Planned(self._plan_of(unit, current), newton, DEPTH)
-        return found
+        current.branches.add(branch)
+        apart = current.kind.branches
+        newton = Newton(NEWTON_DEPTH, places_of(current.kind.setting))
+        return Planned(self._plan_of(unit, current), apart.index(branch) if branch in apart else 0, newton)
 
-    def _plan_of(self, unit: Unit, current: _Current) -> Plan:
-        """The plan with the weights of this transformer."""
+    def _plan_of(self, unit: Unit, current: _Current) -> Callable[[], Plan]:
+        """The plan with the weights of this transformer, as it is when it is asked for."""
+        return partial(self._settled, current)
+
+    def _settled(self, current: _Current) -> Plan:
+        """The plan once its branches are known, at its first held step: weights of their own are for all or none."""
+        if not current.settled:
+            current.settled = True
+            apart, count = set(current.kind.branches), len(current.branches) * self._units[0].groups.branch[1]
+            if apart and (not current.branches <= apart or count != len(apart)):
+                current.kind = current.kind.merged
+                self._weigh(current, current.plan.computed)
         return current.plan
+
+    def _weigh(self, current: _Current, computed: tuple[int, ...]) -> None:
+        """Go on with these steps computed, and the weights they ask for."""
+        found = self._weighed.get((current.kind, computed))
+        if found is None:
+            found = self._weighed[current.kind, computed] = self._maker.weights(current.kind, computed)
+        current.plan = replace(current.plan, computed=computed, weights=found)
 
     def _running(self, grid: Grid) -> _Current:
         """The generation at hand; its plan is made, or found, at its first forward."""
@@ -149,30 +169,27 @@ class PlanMethod(Method):
         if kind.kernel.steps > len(profile.facts.noise):
             return None
         usual, largest = profile.facts.surprise
-        return Guard(kind.kernel, (usual, largest))
+        return Guard(kind.kernel.merged, (usual, largest), self._units[0].groups)
 
     def stepped(self, stepped: Stepped) -> None:
         """Look at the output of a computed step; where the generation is hard, add a step to what is to come."""
         current = self._current
         if current is None or current.guard is None or not isinstance(stepped.output, torch.Tensor):
             return
-        if stepped.step in current.plan.computed or stepped.step in current.added:
+        if stepped.step in current.plan.computed:
             current.guard.saw(stepped.step, stepped.output)
         if current.guard.alarmed():
             self._add(current, stepped.step)
 
     def _add(self, current: _Current, step: int) -> None:
         """Compute one more step, the middle of the next gap; a plan grows by a quarter at most."""
-        if len(current.added) >= max(1, len(current.plan.computed) // 4):
+        if len(current.added) >= max(1, (len(current.plan.computed) - len(current.added)) // 4):
             return
-        held = _next_gap(step, {*current.plan.computed, *current.added}, current.kind.setting.last)
+        held = _next_gap(step, set(current.plan.computed), current.kind.setting.last)
         if not held:
             return
         current.added.add(held[len(held) // 2])
-        computed = tuple(sorted({*current.plan.computed, *current.added}))
-        longer = Plan(computed, self._maker.weights(current.kind, computed), current.plan.notes)
-        for predictor in current.predictors.values():
-            predictor.plan = longer
+        self._weigh(current, tuple(sorted({*current.plan.computed, *current.added})))
 
     def finished(self) -> None:
         current, self._current = self._current, None
@@ -197,9 +214,10 @@ class OutputPlan(PlanMethod):
 class SeamPlan(PlanMethod):
     """Holds residuals at the seam: embedders and output layers run at every step."""
 
-    def _plan_of(self, unit: Unit, current: _Current) -> Plan:
+    def _plan_of(self, unit: Unit, current: _Current) -> Callable[[], Plan]:
         weights = self._maker.seam_weights(current.kind.setting, unit.name, current.plan.computed)
-        return Plan(current.plan.computed, weights, current.plan.notes)
+        plan = replace(current.plan, weights=weights)
+        return lambda: plan
 
     @property
     def follows(self) -> bool:  # type: ignore[override]

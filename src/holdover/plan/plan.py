@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..predictors.newton import Newton
 from .rollout import DEPTH, Weights
@@ -25,16 +25,20 @@ def digest(weights: dict[int, Weights]) -> str:
     return hashlib.sha256(str(rounded).encode()).hexdigest()[:16]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Planned:
-    """The predictor of a plan, which may change while the generation runs; Newton where anchors are not the plan's."""
+    """The predictor of one branch by a plan, which may change while the generation runs.
 
-    plan: Plan
+    `plan` says what the plan is now; Newton serves where anchors are not the plan's.
+    """
+
+    plan: Callable[[], Plan]
+    branch: int
     otherwise: Newton
-    depth: int = field(default=DEPTH)
+    depth: int = DEPTH
 
     def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        planned = self.plan.weights.get(step)
+        planned = self.plan().weights.get(step)
         if planned is None or planned.anchors != tuple(anchors[-len(planned.anchors) :]):
             return self.otherwise.weights(step, anchors)
-        return (0.0,) * (len(anchors) - len(planned.anchors)) + planned.values
+        return (0.0,) * (len(anchors) - len(planned.anchors)) + planned.of(self.branch)

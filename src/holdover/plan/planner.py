@@ -53,7 +53,7 @@ class Planner:
 
     @cached_property
     def _gaps(self) -> list[Gaps]:
-        gram, reach = self._course.kernel.mean, self._course.reach()
+        gram, reach = self._course.kernel.merged.mean, self._course.reach()
         return [Gaps(gram[: last + 1, : last + 1], reach[: last + 1], first) for first, last in self._ranges]
 
 

@@ -3,7 +3,8 @@
 Vectors are coefficients over the uncached outputs. A held step is not fitted to the output it stands for but to the one
 that leads back to the uncached trajectory, (x_{i+1} - x) / dsigma under Euler: errors of earlier held steps are made
 good by later ones. The latent itself as a further regressor was tried and gives nothing once four outputs are used: it
-is a sum of them.
+is a sum of them. Branches have weights of their own, fitted together to what the scheduler gets; that they differ costs
+a little, so that each branch alone stays near what it would be.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ from .kernel import Array, Kernel
 DEPTH = 4  # computed outputs a held step may use
 Ranges = tuple[tuple[int, int], ...]
 RIDGE = 1e-7  # of the mean squared length: keeps weights finite where outputs are nearly parallel
+TIE = 1e-3  # the same, on how far the weights of a branch lie from those of the others
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How one held step is made: a weight for each of the last computed steps, newest last."""
+    """How one held step is made: a weight for each of the last computed steps, newest last.
+
+    One set of weights for all branches, or one after the other a set for each.
+    """
 
     anchors: tuple[int, ...]
     values: tuple[float, ...]
+
+    def of(self, branch: int) -> tuple[float, ...]:
+        """The weights of one branch."""
+        count = len(self.anchors)
+        start = branch * count if len(self.values) > count else 0
+        return self.values[start : start + count]
 
 
 class Course:
@@ -37,6 +48,11 @@ class Course:
 
     def __init__(self, kernel: Kernel, response: Array) -> None:
         self.kernel, self.response, self.steps = kernel, response, kernel.steps
+
+    @property
+    def merged(self) -> Course:
+        """The same with the branches of a step merged."""
+        return Course(self.kernel.merged, self.response)
 
     def reach(self) -> Array:
         """How much of an error of each step's output is found in the last latent."""
@@ -76,24 +92,29 @@ class _Walk:
     """One run on paper, step by step."""
 
     def __init__(self, course: Course) -> None:
-        self._course = course
-        self._outputs = np.zeros((course.steps, course.steps))
+        self._course, self._parts = course, course.kernel.parts
+        self._true = self._parts.sum(axis=0)
+        self._outputs = np.zeros_like(self._true)
         self.anchors: list[int] = []
 
     def compute(self, step: int) -> None:
-        self._outputs[step, step] = 1.0
+        self._outputs[step] = self._true[step]
         self.anchors.append(step)
 
     def hold(self, step: int, weights: Weights) -> None:
-        self._outputs[step] = np.asarray(weights.values) @ self._outputs[list(weights.anchors)]
+        each = [np.asarray(weights.of(b)) @ part[list(weights.anchors)] for b, part in enumerate(self._parts)]
+        self._outputs[step] = np.sum(each, axis=0)
 
     def fitted(self, step: int, anchors: tuple[int, ...]) -> Weights:
         """Weights over these anchors that put the next latent where it belongs, or as near as can be."""
-        values = fit(self._outputs[list(anchors)], self._wanted(step), self._course.kernel.mean)
+        features = self._parts[:, list(anchors)]
+        values = fit(
+            features.reshape(-1, features.shape[-1]), self._wanted(step), self._course.kernel.mean, len(features)
+        )
         return Weights(anchors, tuple(map(float, values)))
 
     def error(self, step: int) -> Array:
-        return self._course.kernel.squared(self._latent(step) - self._course.response[step])
+        return self._course.kernel.squared(self._latent(step) - self._course.response[step] @ self._true)
 
     def _latent(self, step: int) -> Array:
         reached: Array = self._course.response[step] @ self._outputs
@@ -102,21 +123,22 @@ class _Walk:
     def _wanted(self, step: int) -> Array:
         share = self._course.response[step + 1, step]
         if abs(share) < 1e-12:
-            own: Array = np.eye(self._course.steps)[step]
+            own: Array = self._true[step]
             return own
-        missing: Array = (self._course.response[step + 1] - self._latent(step + 1)) / share
+        missing: Array = (self._course.response[step + 1] @ self._true - self._latent(step + 1)) / share
         return missing
 
 
-def fit(features: Array, wanted: Array, gram: Array) -> Array:
+def fit(features: Array, wanted: Array, gram: Array, branches: int = 1) -> Array:
     """Least squares over vectors of which only inner products are known: (F G F' + ridge) w = F G y."""
     known = features @ gram
-    return ridged(known @ features.T, known @ wanted)
+    return ridged(known @ features.T, known @ wanted, branches)
 
 
-def ridged(normal: Array, known: Array) -> Array:
-    """The solution of normal equations, with a ridge that keeps it finite."""
-    ridge = RIDGE * np.trace(normal) / len(normal) * np.eye(len(normal))
+def ridged(normal: Array, known: Array, branches: int = 1, tie: float = TIE) -> Array:
+    """The solution of normal equations, with a ridge that keeps it finite and one that keeps branches together."""
+    apart = np.kron(np.eye(branches) - 1 / branches, np.eye(len(normal) // branches))
+    ridge = np.trace(normal) / len(normal) * (RIDGE * np.eye(len(normal)) + tie * apart)
     weights: Array = np.linalg.solve(normal + ridge, known)
     return weights
 

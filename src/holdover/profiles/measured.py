@@ -44,7 +44,8 @@ class ModelFacts:
 class Schedule:
     """A schedule that was tried on the model itself, for one grid and scheduler.
 
-    `weights` are those of its held steps one after the other, each over the last computed steps, four at most.
+    `weights` are those of its held steps one after the other, each over the last computed steps, four at most, for all
+    branches alike or for each of `branches`; `psnr` is what it kept on prompts its weights were not fitted to.
     """
 
     noise: tuple[float, ...]
@@ -53,6 +54,8 @@ class Schedule:
     weights: tuple[float, ...]
     origin: str
     psnr: float
+    branches: tuple[str, ...] = ()
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Facts:
     date: str
     versions: tuple[tuple[str, str], ...]
     guidance: float | None = None
+    branches: tuple[str, ...] = ()
+    mix: tuple[float, ...] = (1.0,)
     call: tuple[tuple[str, str | int | float | bool | None], ...] = ()
     psnr_offset: float | None = None
     surprise: tuple[float, ...] = ()
@@ -106,7 +111,8 @@ class Facts:
 class Profile:
     """Measured constants of one model for every method, with their provenance.
 
-    - `grams`: (generations, N, N), inner products of the outputs of uncached generations.
+    - `grams`: (generations, B N, B N), inner products of the outputs of uncached generations: those the scheduler got,
+      or those of each of the B `branches` of the facts, of which it got the `mix`.
     - `growth`: (generations, N+1), how errors grew in generations with held steps.
     - `seams`: the same inner products of the residuals at the seam, by transformer, where they were asked for.
     """
@@ -120,10 +126,10 @@ class Profile:
         steps = len(self.facts.noise)
         _require(steps > 0, "it has no steps")
         _require(len(self.facts.surprise) in (0, 2), "its surprise is not two numbers")
-        named = [("its", self.grams), *((f"the seam {name!r}'s", seam) for name, seam in self.seams.items())]
-        for whose, array in named:
-            fits = array.ndim == 3 and array.shape[1:] == (steps, steps) and len(array) > 0
-            _require(fits, f"{whose} Gram matrices do not fit")
+        _require(len(self.facts.mix) == max(1, len(self.facts.branches)), "its mix does not fit its branches")
+        _require(_squares(self.grams, steps * len(self.facts.mix)), "its Gram matrices do not fit")
+        for name, seam in self.seams.items():
+            _require(_squares(seam, steps), f"the seam {name!r}'s Gram matrices do not fit")
         _require(self.growth.shape == (len(self.grams), steps + 1), "its error growth does not fit its Gram matrices")
         for array in (self.grams, self.growth, *self.seams.values()):
             _require(bool(np.isfinite(array).all()), "it holds numbers that are not finite")
@@ -215,6 +221,10 @@ def _digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str:
         hashed.update(str(arrays[name].shape).encode())
         hashed.update(np.ascontiguousarray(arrays[name]).tobytes())
     return hashed.hexdigest()
+
+
+def _squares(array: NDArray[np.float64], size: int) -> bool:
+    return array.ndim == 3 and array.shape[1:] == (size, size) and len(array) > 0
 
 
 def _require(condition: bool, otherwise: str) -> None:

@@ -127,7 +127,8 @@ def _calibrated(method: Method, path: str, transformer: nn.Module, pipeline: obj
     """This method's part of what `holdover.calibrate` measured; of two experts, that of the one at hand."""
     facts = Profile.load(path).facts
     parts: Iterable[tuple[str, MethodProfile]] = facts.tea_cache if method == "tea_cache" else facts.mag_cache
-    of_class = {name: part for name, part in parts if part.transformer_class == type(transformer).__name__}
+    classes = {cls.__name__ for cls in type(transformer).__mro__}
+    of_class = {name: part for name, part in parts if part.transformer_class in classes}
     own = next((part for name, part in of_class.items() if getattr(pipeline, name, None) is transformer), None)
     if of_class:
         return own or next(iter(of_class.values()))

@@ -1,13 +1,15 @@
 """Weights fitted while the plan runs on the model itself: to the outputs it really gets, along the way it really goes.
 
-At held step i the weights of the last computed outputs are fitted to the output that puts the next latent where the
-uncached generation has it: v_i - sum_{k<i} R[i+1,k] (u_k - v_k) / R[i+1,i], with u the outputs of this run, v those of
-the uncached one, and R the scheduler's response.
+At held step i the weights of the last computed outputs, of each branch, are fitted to the output that puts the next
+latent where the uncached generation has it: v_i - sum_{k<i} R[i+1,k] (u_k - v_k) / R[i+1,i], with u the outputs of this
+run, v those of the uncached one, and R the scheduler's response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
 
 import torch
 
@@ -16,47 +18,67 @@ from ..calibration.passes import Outputs, Trajectory
 from ..calibration.prompts import Prompt
 from ..calibration.shelf import Shelf
 from ..grid import Grid
+from ..models.arguments import tensors_in
 from ..plan.config import PlanConfig
 from ..plan.kernel import Array
 from ..plan.method import OutputPlan
 from ..plan.rollout import DEPTH, ridged
 from ..predictors.linear import Predictor
+from ..profiles import Profile
 from ..runtime.backend import transformers_of
 from ..runtime.clock import Stepped
 from ..runtime.engine import Engine
-from ..runtime.method import Method
+from ..runtime.method import Computed, Method
 from ..runtime.unit import Unit
 
 
-def refitted(
-    caller: Caller, computed: tuple[int, ...], prompts: Sequence[Prompt], seeds: Sequence[int]
-) -> tuple[float, ...]:
-    """The weights of all held steps, in order, fitted on one batch of pictures."""
-    with Shelf("device") as latents, Shelf("device") as outputs:
-        reference = Trajectory(latents, outputs)
-        _run(caller, Outputs(reference), prompts, seeds)
-        fitting = _Refit(computed, reference.outputs)
-        _run(caller, fitting, prompts, seeds)
-    return tuple(weight for step in sorted(fitting.fitted) for weight in fitting.fitted[step])
+class Refit:
+    """Fits schedules on one batch of pictures; a context manager that lets go of their uncached outputs."""
+
+    def __init__(self, caller: Caller, profile: Profile, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        self._caller, self._facts = caller, profile.facts
+        self._prompts, self._seeds = prompts, seeds
+        self._stack = ExitStack()
+        self._uncached = self._stack.enter_context(Shelf("device"))
+
+    def __enter__(self) -> Self:
+        with Shelf("device") as latents:
+            self._run(Outputs(Trajectory(latents, self._uncached)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def weights(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
+        """The weights of all held steps, in order; branches have their own unless `tie` is None."""
+        facts = self._facts
+        apart = dict(zip(facts.branches, facts.mix, strict=True)) if tie is not None else {}
+        fitting = _Fitting(computed, self._uncached, apart, tie or 0.0)
+        self._run(fitting)
+        return tuple(weight for step in sorted(fitting.fitted) for weight in fitting.fitted[step])
+
+    def _run(self, method: Method) -> None:
+        engine = Engine(self._caller.pipe, transformers_of(self._caller.pipe), method)
+        engine.install()
+        try:
+            self._caller(self._prompts, self._seeds)
+        finally:
+            engine.uninstall()
 
 
-def _run(caller: Caller, method: Method, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-    engine = Engine(caller.pipe, transformers_of(caller.pipe), method)
-    engine.install()
-    try:
-        caller(prompts, seeds)
-    finally:
-        engine.uninstall()
+class _Fitting(OutputPlan):
+    """Runs a schedule and fits the weights of each held step when it comes.
 
-
-class _Refit(OutputPlan):
-    """Runs a schedule and fits the weights of each held step when it comes."""
+    `mix` is the share of each branch that has weights of its own; empty for one set of weights for all.
+    """
 
     follows = True
+    observes = True
 
-    def __init__(self, computed: tuple[int, ...], uncached: Shelf) -> None:
+    def __init__(self, computed: tuple[int, ...], uncached: Shelf, mix: dict[str, float], tie: float) -> None:
         super().__init__(PlanConfig(schedule=computed, guard=False))
-        self._uncached = uncached
+        self._uncached, self._mix, self._tie = uncached, mix, tie
+        self._branched: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
         self._response: Array | None = None
         self.fitted: dict[int, tuple[float, ...]] = {}
@@ -66,22 +88,31 @@ class _Refit(OutputPlan):
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
         self._response = self._running(grid).kind.setting.response
-        return _WhenItComes(self)
+        return _WhenItComes(self, list(self._mix).index(branch) if self._mix else 0)
+
+    def observe(self, computed: Computed) -> None:
+        if self._mix:
+            self._branched[computed.branch, computed.step] = next(tensors_in(computed.output)).detach().float().clone()
 
     def stepped(self, stepped: Stepped) -> None:
         self._outputs.append(stepped.output.detach().float().clone())
 
-    def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        """The weights of a held step; every branch gets the same."""
+    def weights(self, step: int, anchors: Sequence[int], branch: int) -> tuple[float, ...]:
+        """The weights of a held step for one branch."""
         if step not in self.fitted:
             self.fitted[step] = self._fit(step, anchors)
-        return self.fitted[step]
+        return self.fitted[step][branch * len(anchors) : (branch + 1) * len(anchors)]
 
     def _fit(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        features = torch.stack([self._outputs[a].flatten() for a in anchors]).double()
+        features = torch.stack([f.flatten() for f in self._features(anchors)]).double()
         normal = (features @ features.T).cpu().numpy()
         known = (features @ self._wanted(step).flatten().double()).cpu().numpy()
-        return tuple(map(float, ridged(normal, known)))
+        return tuple(map(float, ridged(normal, known, max(1, len(self._mix)), self._tie)))
+
+    def _features(self, anchors: Sequence[int]) -> list[torch.Tensor]:
+        if not self._mix:
+            return [self._outputs[a] for a in anchors]
+        return [share * self._branched[branch, a] for branch, share in self._mix.items() for a in anchors]
 
     def _wanted(self, step: int) -> torch.Tensor:
         assert self._response is not None
@@ -94,12 +125,12 @@ class _Refit(OutputPlan):
 
 
 class _WhenItComes:
-    """A predictor that asks for its weights when they are needed."""
+    """A predictor of one branch that asks for its weights when they are needed."""
 
     depth = DEPTH
 
-    def __init__(self, refit: _Refit) -> None:
-        self._refit = refit
+    def __init__(self, fitting: _Fitting, branch: int) -> None:
+        self._fitting, self._branch = fitting, branch
 
     def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        return self._refit.weights(step, anchors)
+        return self._fitting.weights(step, anchors, self._branch)
