@@ -72,7 +72,12 @@ def pages() -> dict[Path, str]:
         docs / "methods" / "plan.md": with_parts(
             docs / "methods" / "plan.md", settings=settings("plan"), quality=quality()
         ),
-        docs / "performance.md": with_parts(docs / "performance.md", speed=speed()),
+        docs / "scale.md": with_parts(
+            docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
+        ),
+        docs / "performance.md": with_parts(
+            docs / "performance.md", speed=speed(), processor=speed("processor", "speed_cpu.json"), host=host()
+        ),
         ROOT / "README.md": with_parts(
             ROOT / "README.md", models=short_models(), quality=quality(SHORT), speed=speed("in_short")
         ),
@@ -105,13 +110,36 @@ def code(words: Iterable[Any]) -> str:
 # Speed.
 
 
-def speed(part: str = "markdown") -> str:
-    """The tables of the speed benchmark from its result file, all of them or `in_short`."""
+def speed(part: str = "markdown", results: str = "speed.json") -> str:
+    """The tables of the speed benchmark from a result file: all of them, `in_short`, or those of the `processor`."""
+    text: str = getattr(_benchmark("speed.table"), part)(ROOT / "benchmarks" / "results" / results)
+    return text
+
+
+def host() -> str:
+    """What a step costs the host, by method."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "host.json").read_text("utf-8"))
+    rows = [("no cache", _us(measured["plain_us"]), ""), ("the model without its blocks", "", _us(measured["live_us"]))]
+    rows += [(name, _us(m["computed_us"]), _us(m["held_us"])) for name, m in measured["methods"].items()]
+    where = f"{measured['cpu']}, one thread, torch {measured['versions']['torch']}, {measured['date'][:10]}"
+    return f"{table(('host microseconds a step', 'computed', 'held'), rows)}\n\n{where}."
+
+
+def _us(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def scale(part: str) -> str:
+    """A part of docs/scale.md from the results of several benchmarks."""
+    text: str = getattr(_benchmark("scale"), part)()
+    return text
+
+
+def _benchmark(module: str) -> Any:
+    """A module of the benchmarks, which lie beside the package."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    benchmark = importlib.import_module("benchmarks.speed.table")
-    text: str = getattr(benchmark, part)(ROOT / "benchmarks" / "results" / "speed.json")
-    return text
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 # Quality.
@@ -132,20 +160,15 @@ def quality(methods: Sequence[str] = ()) -> str:
     """PSNR, mean and 10th percentile, by computed steps of 50, from the quality benchmark."""
     measured = json.loads(QUALITY.read_text("utf-8"))
     cells: dict[str, dict[int, str]] = {}
-    for part in measured["parts"].values():
-        for row in part.get("rows", ()):
-            if row["steps"] == 50 and row["wanted"] in SHOWN and _in_main_table(row["method"]):
-                figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
-                cells.setdefault(row["method"], {})[row["wanted"]] = figures
+    for row in _benchmark("quality.verdict").rows_of(measured, 50):
+        if row["wanted"] in SHOWN:
+            figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
+            cells.setdefault(row["method"], {})[row["wanted"]] = figures
     names = methods or sorted(cells, key=lambda name: (not name.startswith("plan"), name))
     rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN)) for n in names]
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
     head = ("computed of 50 steps", *map(str, SHOWN))
     return f"{table(head, rows)}\n\nPSNR in dB to the uncached picture, mean / 10th percentile. {made}."
-
-
-def _in_main_table(method: str) -> bool:
-    return not method.split()[0].isdigit() and not method.startswith(("guidance", "plan, profile", "Euler"))
 
 
 # Settings.

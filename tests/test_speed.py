@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.speed.loop import Pipeline
 from benchmarks.speed.measure import against_ideal, identity, measured
 from benchmarks.speed.methods import UNCACHED, Candidate, candidates
 from benchmarks.speed.models import MODELS
+from benchmarks.speed.processor import on_the_processor
 from benchmarks.speed.results import OutOfTimeError, Results
 from benchmarks.speed.run import TINY, Options, Table, built
-from benchmarks.speed.table import NONE_YET, markdown
+from benchmarks.speed.table import NONE_ON_PROCESSOR, NONE_YET, markdown, processor
 
 STEPS = 6
 FLUX = {(row.by, row.label): row for row in candidates(MODELS["flux"].ratios, everything=True)}
@@ -75,3 +78,18 @@ def test_the_tables_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert text.count("| no cache | 6 |") == 2
     assert text.count("| holdover mag_cache 0.24/5/0.1 | 4 + 2 |") == 2
     assert "compiled blocks; bit for bit when every step is computed: mag_cache, tea_cache, plan" in text
+
+
+def test_on_the_processor_turns_are_written_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few steps, and with the figures of another process in the place of a newcomer's."""
+    newcomer = {"import": 1.0, "load": 2.0, "draw": 3.0}
+    monkeypatch.setattr("benchmarks.speed.processor.first_image", lambda threads: newcomer)
+    on_the_processor(tmp_path / "speed_cpu.json", turns=1, steps=12, threads=torch.get_num_threads())
+    figures = json.loads((tmp_path / "speed_cpu.json").read_text())
+    (turn,) = figures["turns"]
+    assert (figures["threads"], figures["budget"], turn["computed"]) == (torch.get_num_threads(), 10, 10)
+    assert figures["ratio"]["least"] == pytest.approx(turn["uncached_s"] / turn["plan_s"], rel=1e-4)
+    text = processor(tmp_path / "speed_cpu.json")
+    assert f"| 1 | {turn['uncached_s']:.2f} | {turn['plan_s']:.2f} |" in text
+    assert "A newcomer's first picture takes 6.0 s" in text
+    assert processor(tmp_path / "none.json") == NONE_ON_PROCESSOR

@@ -33,7 +33,7 @@ def measured(pipe: Pipeline, candidate: Candidate, steps: int, stop: int | None 
 
 def first_line(error: BaseException) -> str:
     """An exception's class and the beginning of what it says."""
-    lines = str(error).strip().splitlines() or [""]
+    lines = str(error).split("Stack trace")[0].strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
 

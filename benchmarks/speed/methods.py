@@ -162,6 +162,9 @@ def candidates(ratios: str, everything: bool) -> list[Candidate]:
         Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
         Candidate("plan, K = 10 of 50", "holdover", planned(share(10)), "scheduler"),
         Candidate("tea_cache", "holdover", ours("tea_cache", **TEA_FORCED), "no blocks", forced=True),
+        Candidate(
+            "tea_cache, read late", "holdover", ours("tea_cache", read="late", **TEA_FORCED), "no blocks", forced=True
+        ),
         Candidate("plan, K = 8 of 50", "holdover", planned(share(8)), "scheduler", chief=False),
         Candidate("plan, K = 15 of 50", "holdover", planned(share(15)), "scheduler", chief=False),
         Candidate(

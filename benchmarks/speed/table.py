@@ -21,6 +21,10 @@ HEAD = (
 )
 MODES = {"eager": "eager", "compiled": "compiled blocks", "whole": "compiled as a whole"}
 NONE_YET = "Nothing is measured yet: `python -m benchmarks.speed` writes `benchmarks/results/speed.json`."
+NONE_ON_PROCESSOR = (
+    "Nothing is measured yet: `python -m benchmarks.speed --cpu` writes `benchmarks/results/speed_cpu.json`."
+)
+FIRST_PICTURE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
 
 Row = dict[str, Any]
 
@@ -154,14 +158,40 @@ def _grown(row: Row) -> list[str]:
 
 
 def box(rows: Sequence[Row]) -> str:
-    """The model in the box on the card and on the processor."""
-    shown = [
-        [row["shape"], row["mode"], row["label"], *_boxed(row)]
-        for row in rows
-        if row["section"] == "box" and "first_image_s" not in row
-    ]
+    """The model in the box on the card."""
+    shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in rows if row["section"] == "box"]
     head = ("device", "mode", "method", "seconds a picture", "over no cache")
     return f"**The model in the box, one picture of 50 steps**\n\n{table(head, shown)}" if shown else ""
+
+
+def processor(path: Path) -> str:
+    """The model in the box on two cores: turns of one process, and what a newcomer waits for a first picture."""
+    if not path.exists():
+        return NONE_ON_PROCESSOR
+    found = json.loads(path.read_text("utf-8"))
+    turns, ratio, first = found["turns"], found["ratio"], found["first_picture"]
+    head = (
+        "turn",
+        "no cache, s",
+        f"plan, K = {found['budget']} of {found['steps']}, s",
+        "times faster",
+        "plan made, s",
+    )
+    shown = [
+        [str(index), f"{t['uncached_s']:.2f}", f"{t['plan_s']:.2f}", _times(t["uncached_s"] / t["plan_s"]), _made(t)]
+        for index, t in enumerate(turns, start=1)
+    ]
+    parts = ", ".join(f"{name} {first[part]:.1f} s" for name, part in FIRST_PICTURE.items())
+    total = sum(first[part] for part in FIRST_PICTURE.values())
+    faster = f"{ratio['median']:.2f} times faster in the median of the turns, {ratio['least']:.2f} in the least."
+    newcomer = f"A newcomer's first picture takes {total:.1f} s in a process of its own: {parts}."
+    where_from = f"- {_machine(found | {'card': None})}, {found['threads']} threads"
+    return f"{table(head, shown)}\n\n{faster} {newcomer}\n\n{where_from}"
+
+
+def _made(turn: Row) -> str:
+    """Seconds of the first picture, in which the plan is made."""
+    return f"{turn['plan_first_s']:.2f}"
 
 
 def _boxed(row: Row) -> list[str]:

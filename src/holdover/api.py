@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
     from .magcache import MagCacheBackend, MagCacheConfig
     from .plan import PlanBackend, PlanConfig
+    from .runtime.ranks import Ranks
     from .runtime.replay import ReplayReport
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
@@ -37,11 +38,12 @@ def enable(pipe: Any, method: Literal["plan"], /, **settings: Any) -> PlanBacken
 def enable(pipe: Any, method: PlanConfig, /, **settings: Any) -> PlanBackend: ...
 @overload
 def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
-def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend:
+def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **settings: Any) -> CacheBackend:
     """Put a cache on a pipeline or a transformer and return it, enabled.
 
     `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"none"`) with its settings as
-    keywords, or a config object.
+    keywords, or a config object. `ranks` are the groups of processes one request runs over, where the transformer does
+    not show them.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)
@@ -50,7 +52,22 @@ def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend:
     else:
         raise ConfigError(f"A method is a name or a config, not {method!r}.")
     backend.enable(pipe)
+    if ranks is not None:
+        _state(backend, ranks)
     return backend
+
+
+def _state(backend: CacheBackend, ranks: Ranks) -> None:
+    """Tell an enabled cache its ranks; where they are wrong, take it off again."""
+    from .runtime.backend import SeamBackend
+
+    try:
+        if not isinstance(backend, SeamBackend):
+            raise ConfigError(f"{type(backend).__name__} does not run over several ranks: leave out ranks=.")
+        backend.over(ranks)
+    except ConfigError:
+        backend.disable()
+        raise
 
 
 def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:

@@ -11,6 +11,8 @@ from cache_dit.caching import CachedContext, CachedContextManager
 
 from ..errors import UnsupportedModelError
 from ..policies.base import NOTHING_HELD, OFF, Decision
+from ..runtime.exchange import change_over
+from ..runtime.ranks import ALONE, Groups
 from ..runtime.residuals import Held
 
 WARM_UP = Decision(True, "warm-up")
@@ -28,6 +30,7 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
     def __init__(self, name: str = "holdover") -> None:
         super().__init__(name=name)
         self.replaying = False
+        self.groups = ALONE
         self.decisions: dict[str, Decision] = {}
         self._step = -1
         self._missed = 0
@@ -74,9 +77,26 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         context = self.current_context
         if context.name in self.decisions:
             raise UnsupportedModelError(f"The model runs {prefix.removesuffix('_Fn_residual')} twice in one forward.")
-        held = bool(context.buffers) and super().can_cache(states_tensor, parallelized, threshold, prefix)
+        held = bool(context.buffers) and super().can_cache(states_tensor, False, threshold, prefix)
         self.decisions[context.name] = _reason(context, held)
         return held
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def similarity(
+        self,
+        before: torch.Tensor,
+        now: torch.Tensor,
+        *,
+        threshold: float,
+        parallelized: bool = False,
+        prefix: str = "Fn",
+    ) -> bool:
+        """Compare over the ranks that must decide alike; the library would average over every rank there is."""
+        if not self.groups.in_step or not 0.0 < threshold < 1.0:
+            return bool(super().similarity(before, now, threshold=threshold, parallelized=parallelized, prefix=prefix))
+        change = float(change_over(self.groups, now, before))
+        self.add_residual_diff(change)
+        return change < threshold
 
     def decided(self) -> Decision:
         """What was decided for the step: held where any list was, with the lists named where they differ."""
@@ -121,9 +141,15 @@ class BranchContexts:
     """What cache-dit remembers of one branch: made anew when a generation begins, or when it no longer fits."""
 
     def __init__(
-        self, manager: type[StepContextManager], contexts: Sequence[dict[str, Any]], restart: Restart, first: int
+        self,
+        manager: type[StepContextManager],
+        contexts: Sequence[dict[str, Any]],
+        restart: Restart,
+        first: int,
+        groups: Groups = ALONE,
     ) -> None:
         self._manager_class, self._kwargs, self._restart, self._first = manager, contexts, restart, first
+        self._groups = groups
         self._manager: StepContextManager | None = None
         self._origin = 0
         self._anchor: int | None = None
@@ -150,6 +176,7 @@ class BranchContexts:
 
     def _made(self) -> StepContextManager:
         manager = self._manager_class()
+        manager.groups = self._groups
         for kwargs in self._kwargs:
             manager.new_context(**kwargs)
         return manager

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..models.arguments import tensors_in
 from ..runtime.calls import Call, Outcome
+from ..runtime.exchange import agreed, everywhere, known_to_all
 from ..runtime.recent import Recent
 from ..runtime.replay import ReplayReport, compare
 from ..runtime.unit import Unit
@@ -54,7 +55,7 @@ class CacheDiTCrossing:
         """Run the forward with the lists under cache-dit, which decides inside; then ask what it decided."""
         contexts: BranchContexts = call.track.state
         manager = contexts.at(call.step)
-        known = call.structure in self._checked
+        known = known_to_all(self._unit.groups, call.structure in self._checked)
         output = self._through(call, manager) if known else self._tried(call, manager)
         decision = call.decide(None)
         if not decision.compute:
@@ -88,9 +89,9 @@ class CacheDiTCrossing:
     def _check(self, call: Call, output: Any, manager: StepContextManager) -> None:
         """A computed step must be the plain forward, and holding it at once must give the same again."""
         plain = call.plain(*call.args, **call.kwargs)
-        if not _equal(plain, output):
+        if not self._equal(plain, output):
             report = self._compared(plain, output)
-            if not report.ok or _equal(plain, call.plain(*call.args, **call.kwargs)):
+            if not report.ok or self._equal(plain, call.plain(*call.args, **call.kwargs)):
                 raise self._refusal(call, "a computed step is not the plain forward", report)
         manager.replaying = True
         try:
@@ -103,7 +104,11 @@ class CacheDiTCrossing:
         self._unit.report = report
 
     def _compared(self, one: Any, other: Any) -> ReplayReport:
-        return compare(self._unit.class_name, (one, {}), (other, {}), str(self._fitting))
+        report = compare(self._unit.class_name, (one, {}), (other, {}), str(self._fitting))
+        return agreed(self._unit.groups, report)
+
+    def _equal(self, one: Any, other: Any) -> bool:
+        return everywhere(self._unit.groups, _equal(one, other))
 
     def _refusal(self, call: Call, what: str, found: object) -> UnsupportedModelError:
         """An error with the model's name, what is wrong with which arguments, and what to do."""

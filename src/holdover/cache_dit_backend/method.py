@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..grid import Grid
 from ..policies.base import Decision
 from ..runtime.method import Method
+from ..runtime.ranks import ALONE, Groups
 from ..runtime.unit import Unit
 from .config import CacheDiTConfig
 from .contexts import BranchContexts, Restart, StepContextManager
@@ -26,10 +27,11 @@ class CacheDiTPolicy:
     contexts: Sequence[dict[str, Any]]
     restart: Restart
     first: int
+    groups: Groups = ALONE
     needs_signal: bool = False
 
     def start(self) -> BranchContexts:
-        return BranchContexts(self.manager, self.contexts, self.restart, self.first)
+        return BranchContexts(self.manager, self.contexts, self.restart, self.first, self.groups)
 
     def decide(self, step: int, signal: float | None, state: BranchContexts) -> Decision:
         decision = state.decided()
@@ -73,7 +75,7 @@ class CacheDiTMethod(Method):
         settings = self._settings
         restart = Restart(settings.force_refresh_step_hint, settings.force_refresh_step_policy == "repeat")
         manager = self._fitter.fit(unit, self._pipeline).manager_class
-        return CacheDiTPolicy(manager, self._masked(unit, grid), restart, grid.first)
+        return CacheDiTPolicy(manager, self._masked(unit, grid), restart, grid.first, unit.groups)
 
     def _masked(self, unit: Unit, grid: Grid) -> list[dict[str, Any]]:
         """The contexts' settings with the mask for exactly the steps this transformer runs."""

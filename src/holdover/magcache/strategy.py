@@ -140,6 +140,8 @@ class StrategyPasses(Passes):
 
 
 class _StrategyCompute(ComputePass):
+    traceable = False
+
     def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
         super().__init__(cut, lumped=True, begin=begin)
         self._strategy = strategy
@@ -168,6 +170,8 @@ class _StrategyCompute(ComputePass):
 
 
 class _StrategyHold(HoldPass):
+    traceable = False
+
     def __init__(self, cut: Cut, held: StrategyResiduals, begin: int, strategy: MagCacheStrategy) -> None:
         super().__init__(Residuals(cut, lumped=True), begin)
         self._strategy = strategy

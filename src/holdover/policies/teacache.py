@@ -16,6 +16,7 @@ from .base import FIRST, LAST, NOTHING_HELD, OFF, Decision, PolicyState
 
 HELD = Decision(False, "signal has changed little")
 CHANGED = Decision(True, "signal has changed enough")
+UNKNOWN = Decision(True, "no change of the signal is known yet")
 RETAINED = Decision(True, "one of the first steps, always computed")
 _SAMPLES = 1000
 
@@ -69,20 +70,25 @@ class Polynomial:
 
 @dataclass
 class TeaCacheState(PolicyState):
-    """The sum since the last computed step."""
+    """The sum since the last computed step, and the change that each step is taken to add when reading late."""
 
     accumulated_rel_l1_distance: float = 0.0
+    assumed: float | None = None
 
 
 @dataclass(frozen=True)
 class TeaCachePolicy:
-    """Hold while the accumulated, rescaled change of the signal is below `threshold`."""
+    """Hold while the accumulated, rescaled change of the signal is below `threshold`.
+
+    `late`: a change comes only after a computed step, and counts for the held steps that follow too.
+    """
 
     needs_signal: ClassVar[bool] = True
     threshold: float
     rescale: Polynomial
     grid: Grid
     retained: int = 1
+    late: bool = False
 
     def start(self) -> TeaCacheState:
         return TeaCacheState()
@@ -103,7 +109,12 @@ class TeaCachePolicy:
             return RETAINED
         if self.threshold <= 0:
             return OFF
-        if signal is None or state.anchor is None:
+        if state.anchor is None or (signal is None and not self.late):
+            state.assumed = None
             return NOTHING_HELD
+        if self.late:
+            state.assumed = signal = state.assumed if signal is None else signal
+        if signal is None:
+            return UNKNOWN
         state.accumulated_rel_l1_distance += self.rescale(signal)
         return HELD if state.accumulated_rel_l1_distance < self.threshold else CHANGED

@@ -17,6 +17,7 @@ from ..stats import Stats
 from .adopt import adoptions_of
 from .engine import Engine
 from .method import Method, NoneConfig, NoneMethod
+from .ranks import Ranks
 from .replay import ReplayReport
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ class SeamBackend(CacheBackend):
         engine = self._running()
         engine.uninstall()
         self._engine, self._stopped, self.enabled = None, engine, False
+
+    def over(self, ranks: Ranks) -> None:
+        """State the groups of ranks that generations run over from now on, where the transformer does not show them."""
+        self._running().over(ranks)
 
     def stats(self) -> Stats:
         engine = self._engine or self._stopped

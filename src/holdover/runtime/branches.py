@@ -1,4 +1,4 @@
-"""Which branch is this forward? The name in diffusers' `cache_context`, else the conditioning itself."""
+"""Which branch is this forward? The name in diffusers' `cache_context`, else the conditioning, else the CFG rank's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ class _Known:
 
 
 class Branches:
-    """Tells the branches of one transformer in one generation apart."""
+    """Tells the branches of one transformer in one generation apart.
 
-    def __init__(self) -> None:
+    `rank` is which of how many CFG ranks this process is: its branches are numbered as one process would number them.
+    """
+
+    def __init__(self, rank: tuple[int, int] = (0, 1)) -> None:
+        self._rank, self._of = rank
         self._known: list[_Known] = []
         self._at: dict[str, int] = {}
 
-    def label(self, name: str | None, conditioning: Sequence[torch.Tensor], host: Any) -> str:
+    def label(self, name: str | None, step: int, conditioning: Sequence[torch.Tensor], host: Any) -> str:
         """The branch's name: the pipeline's own, or a number for each distinct conditioning."""
         if name is not None:
             return name
@@ -36,9 +40,19 @@ class Branches:
             for known in self._known:
                 if known.host == host and same(known, tensors, versions):
                     return known.label
+        return self._only(step) or self._new(tensors, versions, host)
+
+    def _only(self, step: int) -> str | None:
+        """Across CFG ranks, the one branch of this rank, where its conditioning is made anew at each step."""
+        if self._of == 1 or len(self._known) != 1 or self.visited(self._known[0].label, step):
+            return None
+        return self._known[0].label if self._known[0].label in self._at else None
+
+    def _new(self, tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...], host: Any) -> str:
         # Inference tensors have no version that would show a later write: remember their numbers instead.
         kept = tuple(t.clone() if t.is_inference() else t for t in tensors)
-        self._known.append(_Known(kept, versions, host, str(len(self._known) + 1)))
+        number = 1 + self._rank + self._of * len(self._known)
+        self._known.append(_Known(kept, versions, host, str(number)))
         return self._known[-1].label
 
     def visited(self, label: str, step: int) -> bool:

@@ -30,6 +30,7 @@ class Call:
     passes: Passes
     step: int
     track: Track
+    see: Callable[[torch.Tensor], None] | None = None  # where the decision does not wait for it
 
     def held(self) -> Held:
         """What the blocks would add at this step, predicted from what was computed before."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import HoldoverWarning
+from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
 from ..models.arguments import host_values, tensors_in
+from ..models.registry import INPUT
+from ..models.wrapping import in_shard_wrappers
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
 from ..stats import Ledger, Stats, StepRecord
@@ -21,6 +23,7 @@ from .calls import Crossing, Outcome
 from .clock import SchedulerClock, Stepped, TimestepClock
 from .generation import Generation, Track
 from .method import Method
+from .ranks import Ranks, groups_of
 from .stopwatch import Stopwatch
 from .unit import Unit
 from .visit import Visit
@@ -36,7 +39,7 @@ class Engine:
     def __init__(self, pipeline: Any, modules: Mapping[str, nn.Module], method: Method) -> None:
         self.pipeline = pipeline
         self.units = [Unit(name, module) for name, module in modules.items()]
-        self.notes = tuple(note for unit in self.units for note in method.prepare(unit, pipeline))
+        self.notes = tuple(note for unit in self.units for note in _prepared(method, unit, pipeline))
         self._methods = [method]
         self._crossings: dict[tuple[Unit, type[Method]], Crossing] = {}
         self._adoptions = Adoptions()
@@ -44,6 +47,7 @@ class Engine:
         self._bare = TimestepClock(self._start, any(u.family.time_runs_up for u in self.units))
         self._ledger = Ledger(method.name)
         self._declared: int | None = None
+        self._ranks: Ranks | None = None
         self._autograd = 0
         self._generation = Generation(method)
         self._track: Track | None = None
@@ -84,7 +88,7 @@ class Engine:
     def using(self, method: Method) -> Iterator[None]:
         """Use another method for the generations that start inside."""
         for unit in self.units:
-            method.prepare(unit, self.pipeline)
+            _prepared(method, unit, self.pipeline)
         self._methods.append(method)
         self._interrupt()
         try:
@@ -92,6 +96,13 @@ class Engine:
         finally:
             self._methods.pop()
             self._interrupt()
+
+    def over(self, ranks: Ranks) -> None:
+        """The next generation runs over these ranks."""
+        for unit in self.units:
+            unit.groups = groups_of(unit.module, ranks)
+        self._ranks = ranks
+        self._interrupt()
 
     def stats(self) -> Stats:
         """The statistics so far."""
@@ -104,6 +115,8 @@ class Engine:
 
     def _start(self) -> None:
         self._finish()
+        for unit in self.units:
+            unit.groups = groups_of(unit.module, self._ranks)
         self._generation = Generation(self._methods[-1])
         self._generation.method.started()
         self._ledger.open(self._generation.stats)
@@ -188,7 +201,7 @@ class Engine:
             whole = self._clock.grid.between(step, self._clock.grid.last)
         else:
             step = self._bare.step(unit.hint, timestep)
-            label = self._generation.branches(unit).label(unit.hint.name, *clues)
+            label = self._generation.branches(unit).label(unit.hint.name, step, *clues)
             if self._generation.branches(unit).visited(label, step):
                 self._bare.restart()  # the same branch at the same step again: a new generation began
                 step = self._bare.step(unit.hint, timestep)
@@ -197,12 +210,24 @@ class Engine:
         generation.step = step
         generation.grid(unit, whole, self.pipeline)
         branches = generation.branches(unit)
-        return step, branches.arrive(branches.label(unit.hint.name, *clues), step)
+        return step, branches.arrive(branches.label(unit.hint.name, step, *clues), step)
 
     def _bare_grid(self, unit: Unit) -> Grid:
         method = self._generation.method
         count = unit.hint.num_inference_steps or self._declared or method.declared_steps
         return Grid(count) if count else Grid.unbounded()
+
+
+def _prepared(method: Method, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+    """What the method notes about a transformer; a signal that could not be read off it is refused."""
+    notes = method.prepare(unit, pipeline)
+    if method.signal(unit) not in (None, INPUT) and in_shard_wrappers(unit.module):
+        raise EnableError(
+            f"The weights of this {unit.class_name} are in FullyShardedDataParallel's wrappers, outside of which the "
+            "signal of its blocks cannot be read. Shard it with fully_shard, use another method, or measure "
+            'coefficients for signal="input".'
+        )
+    return notes
 
 
 def _warn_if_inactive(generation: Generation) -> None:

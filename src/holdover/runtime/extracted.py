@@ -10,6 +10,7 @@ import torch
 from ..context import CacheContext
 from ..errors import UnsupportedModelError
 from .calls import Call, Outcome
+from .exchange import agreed, known_to_all
 from .replay import compare
 from .residuals import Held, weighted_sum
 from .seam import Seam
@@ -60,7 +61,7 @@ class ExtractedSeam:
         hidden = self._run_blocks(context)
         residuals = ExtractedResiduals(hidden - context.hidden_states)
         output = context.postprocess(hidden)
-        if call.structure not in self._checked:
+        if not known_to_all(self._unit.groups, call.structure in self._checked):
             self._check(call, output, residuals)
         return Outcome(output, decision, residuals)
 
@@ -87,7 +88,7 @@ class ExtractedSeam:
         """Hold the step that was just computed: it must give the same."""
         context = self._context(call)
         held = context.postprocess(residuals.added_to(context.hidden_states))
-        report = compare(self._unit.class_name, (output, {}), (held, {}), CUT)
+        report = agreed(self._unit.groups, compare(self._unit.class_name, (output, {}), (held, {}), CUT))
         if not report.ok:
             raise UnsupportedModelError(
                 f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report

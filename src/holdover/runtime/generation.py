@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..grid import Grid
 from ..policies.base import Policy
 from ..predictors.linear import Hold, Predictor
@@ -16,6 +14,7 @@ from .branches import Branches
 from .method import Method
 from .packing import AS_IS, Packing
 from .residuals import Held
+from .seen import SeenSignal
 from .signals import PlannedChanges
 from .unit import Unit
 
@@ -29,7 +28,7 @@ class Track:
     predictor: Predictor = field(default_factory=Hold)
     packing: Packing = AS_IS
     fits: Any = None
-    signal: torch.Tensor | None = None
+    signal: SeenSignal | None = None
     seen: int | None = None
     anchors: list[int] = field(default_factory=list)
     residuals: list[Held] = field(default_factory=list)
@@ -92,7 +91,9 @@ class Generation:
 
     def branches(self, unit: Unit) -> Branches:
         """The branches of one transformer."""
-        return self._branches.setdefault(unit, Branches())
+        if unit not in self._branches:
+            self._branches[unit] = Branches(unit.groups.branch)
+        return self._branches[unit]
 
     def grid(self, unit: Unit, whole: Grid, pipeline: Any) -> Grid:
         """The steps one transformer handles, settled at its first forward."""

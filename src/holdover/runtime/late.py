@@ -20,6 +20,11 @@ class LateScalar:
             self._host, self._copied = value, None
 
     @property
+    def immediate(self) -> bool:
+        """Whether there is nothing to wait for, ever."""
+        return self._copied is None
+
+    @property
     def ready(self) -> bool:
         """Whether reading it now waits for nothing."""
         return self._copied is None or bool(self._copied.query())

@@ -47,6 +47,7 @@ class Method(ABC):
     holds = True
     observes = False
     follows = False
+    reads_late = False
     packing: Packing = AS_IS
 
     def __init__(self, config: Config) -> None:

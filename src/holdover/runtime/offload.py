@@ -1,4 +1,4 @@
-"""Weights that are somewhere else: bring one block's to the device for as long as its signal is read."""
+"""Weights that are somewhere else: bring a block's to the device, or together, for as long as its signal is read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..models.wrapping import gathered
+
 
 @contextlib.contextmanager
 def onloaded(block: nn.Module) -> Iterator[None]:
-    """Run a block's own offload hooks around reading one of its submodules."""
+    """Run a block's own offload hooks around reading one of its submodules, and gather weights spread over ranks."""
     registry = getattr(block, "_diffusers_hook", None)
     hook = registry.get_hook("group_offloading") if registry is not None else None
     if hook is None:
-        yield
+        with gathered(block):
+            yield
         return
     hook.pre_forward(block)
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from ..models.arguments import named, pick
 from ..models.cut import BlockCall, Cut
 from ..models.trace import Trace
+from .places import Place, places
 from .residuals import Held, Residuals
 from .standin import BlockByBlock
 
@@ -38,6 +39,7 @@ class TracePass(BlockByBlock):
     """Runs every block and watches how the streams are connected."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.trace = Trace()
 
     def covers(self, blocks: str) -> bool:
@@ -48,21 +50,27 @@ class TracePass(BlockByBlock):
 
 
 class _AlongCut(BlockByBlock):
-    """Follows the cut call by call."""
+    """Follows the cut call by call; made once for a kind of forward, and started for each."""
 
     def __init__(self, cut: Cut, begin: int) -> None:
+        super().__init__()
         self.witness: dict[int, torch.Tensor] | None = None  # what leaves each segment, when a replay is checked
         self._cut = cut
         self._lists = frozenset(cut.lists)
         self._begin = begin
+        self._count = len(cut.calls)
         self._position = 0
 
     def covers(self, blocks: str) -> bool:
         return blocks in self._lists
 
+    def start(self, position: int = 0) -> None:
+        """Forget the last forward: the next call is the one at `position`."""
+        self._position, self.witness = position, None
+
     def _advance(self, blocks: str, index: int) -> tuple[int, BlockCall]:
         position, self._position = self._position, self._position + 1
-        if position < len(self._cut.calls):
+        if position < self._count:
             call = self._cut.calls[position]
             if call.blocks == blocks and call.index == index:
                 return position, call
@@ -74,64 +82,107 @@ class _AlongCut(BlockByBlock):
 
     def done(self) -> None:
         """The forward has returned: it must have made every call."""
-        if self._position != len(self._cut.calls):
+        if self._position != self._count:
             raise DivergedError
 
 
-class ComputePass(_AlongCut):
+class _AlongPlaces(_AlongCut):
+    """Follows the cut by a table made beforehand."""
+
+    def __init__(self, cut: Cut, begin: int) -> None:
+        super().__init__(cut, begin)
+        self._places = places(cut, begin)
+
+    def _arrive(self, blocks: str, index: int) -> Place:
+        position = self._position
+        if position < self._count:
+            place = self._places[position]
+            if place.index == index and place.blocks == blocks:
+                self._position = position + 1
+                return place
+        raise DivergedError
+
+
+class ComputePass(_AlongPlaces):
     """Runs every block and stores what the blocks from `begin` on add."""
+
+    traceable = True
 
     def __init__(self, cut: Cut, lumped: bool, begin: int = 0) -> None:
         super().__init__(cut, begin)
-        self._residuals = Residuals(cut, lumped)
+        self._lumped = lumped
         self._open: dict[int, torch.Tensor] = {}
+        self._added: list[tuple[int, torch.Tensor]] = []
+        self._sides: dict[tuple[int, int], torch.Tensor] = {}
+
+    def start(self, position: int = 0) -> None:
+        super().start(position)
+        self._open, self._added, self._sides = {}, [], {}
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        position, call = self._advance(blocks, index)
-        if position < self._begin:
+        place = self._arrive(blocks, index)
+        if place.quiet:
             return block(*args, **kwargs)
-        for link in call.links:
-            if link.chain not in self._open:
-                self._open[link.chain] = pick(args, kwargs, link.key)
+        for link in place.opens:
+            self._open[link.chain] = pick(args, kwargs, link.key)
         output = block(*args, **kwargs)
-        outputs = output if call.width else (output,)
-        for link in call.links:
-            if link.closes:
-                self._residuals.add(link.chain, outputs[link.slot] - self._open.pop(link.chain))
-                self._witnessed(link.chain, outputs[link.slot])
-        for slot in call.sides:
-            self._residuals.put_side(position, slot, outputs[slot])
+        outputs = output if place.width else (output,)
+        for link in place.closes:
+            self._added.append((link.chain, outputs[link.slot] - self._open.pop(link.chain)))
+            self._witnessed(link.chain, outputs[link.slot])
+        for slot in place.sides:
+            self._sides[self._position - 1, slot] = outputs[slot].clone()
         return output
 
     @property
     def held(self) -> Held:
         """What the blocks added, once the forward has returned."""
-        return self._residuals
+        residuals = Residuals(self._cut, self._lumped)
+        for chain, added in self._added:
+            residuals.add(chain, added)
+        residuals.sides.update(self._sides)
+        return residuals
 
 
-class HoldPass(_AlongCut):
+class HoldPass(_AlongPlaces):
     """Runs no block from `begin` on: adds what is held where each segment opens and passes the rest through."""
+
+    traceable = True
 
     def __init__(self, residuals: Residuals, begin: int = 0) -> None:
         super().__init__(residuals.cut, begin)
-        self._residuals = residuals
-        self._added: set[int] = set()
+        self.give(residuals)
+
+    def give(self, held: Held) -> None:
+        """What to add from now on."""
+        assert isinstance(held, Residuals)
+        self._adds = [held.at(chain) for chain in range(len(self._cut.chains))]
+        self._sides = held.sides
+
+    def start(self, position: int = 0) -> None:
+        super().start(position)
+        self._adds, self._sides = [], {}
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        position, call = self._advance(blocks, index)
-        if position < self._begin:
+        place = self._arrive(blocks, index)
+        if place.through:
+            return place.carry(args, kwargs)
+        if place.live:
             return block(*args, **kwargs)
-        outputs: list[torch.Tensor | None] = [None] * max(call.width, 1)
-        for link in call.links:
-            given = pick(args, kwargs, link.key)
-            held = None if link.chain in self._added else self._residuals.at(link.chain)
-            self._added.add(link.chain)
-            outputs[link.slot] = output = given if held is None else given + held
-            if link.closes:
-                self._witnessed(link.chain, output)
-        for slot in call.sides:
-            outputs[slot] = self._residuals.side(position, slot)
-        return tuple(outputs) if call.width else outputs[0]
+        return self._at_end(place, place.carry(args, kwargs))
+
+    def _at_end(self, place: Place, carried: Any) -> Any:
+        """A call where a chain begins or ends, or something leaves beside."""
+        outputs = list(carried) if place.width else [carried]
+        for link in place.opens:
+            held = self._adds[link.chain]
+            if held is not None:
+                outputs[link.slot] = outputs[link.slot] + held
+        for link in place.closes:
+            self._witnessed(link.chain, outputs[link.slot])
+        for slot in place.sides:
+            outputs[slot] = self._sides[self._position - 1, slot].clone()
+        return tuple(outputs) if place.width else outputs[0]
 
 
 class DecidePass(_AlongCut):
@@ -142,14 +193,18 @@ class DecidePass(_AlongCut):
         self._choose = choose
         self.chosen: ComputePass | HoldPass | None = None
 
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
+        return super().items(blocks, modules) if self.chosen is None else self.chosen.items(blocks, modules)
+
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.chosen is None:
+        chosen = self.chosen
+        if chosen is None:
             if self._position < self._cut.head:
                 self._advance(blocks, index)
                 return block(*args, **kwargs)
-            self.chosen = self._choose(block, named(type(block), args, kwargs))
-            self.chosen._position = self._position
-        return self.chosen.call(blocks, index, block, args, kwargs)
+            chosen = self.chosen = self._choose(block, named(type(block), args, kwargs))
+            chosen._position = self._position
+        return chosen.call(blocks, index, block, args, kwargs)
 
     def done(self) -> None:
         if self.chosen is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ class ReplayReport:
     def ok(self) -> bool:
         """Whether the hold is the same as the forward, up to the rounding of its dtype."""
         return self.max_error <= self.tolerance
+
+    def with_other_ranks(self, error: float) -> ReplayReport:
+        """The report with the largest error any rank has found."""
+        if error <= self.max_error:
+            return self
+        return replace(self, streams=(*self.streams, ("on another rank", error)))
 
     def __str__(self) -> str:
         verdict = "replays" if self.ok else "does not replay"

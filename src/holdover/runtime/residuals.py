@@ -50,7 +50,7 @@ class Residuals(Held):
         self._place = [c.group for c in cut.chains] if lumped else list(range(len(cut.chains)))
         self._first: dict[int, int] = {}
         self._values: dict[int, torch.Tensor] = {}
-        self._sides: dict[tuple[int, int], torch.Tensor] = {}
+        self.sides: dict[tuple[int, int], torch.Tensor] = {}  # by call and slot
 
     def add(self, chain: int, residual: torch.Tensor) -> None:
         place = self._place[chain]
@@ -63,32 +63,26 @@ class Residuals(Held):
         place = self._place[chain]
         return self._values[place] if self._first.get(place) == chain else None
 
-    def put_side(self, call: int, slot: int, value: torch.Tensor) -> None:
-        self._sides[call, slot] = value.clone()
-
-    def side(self, call: int, slot: int) -> torch.Tensor:
-        return self._sides[call, slot].clone()
-
     def lumped(self) -> Residuals:
         """The same residuals with the segments of each stream summed."""
         summed = Residuals(self.cut, lumped=True)
         for chain in sorted(self._values):
             summed.add(chain, self._values[chain])
-        summed._sides = self._sides
+        summed.sides = self.sides
         return summed
 
     def mixed(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
         sums = {place: weighted_sum((w, r._values[place]) for w, r in terms) for place in self._values}
-        return self._with(sums, self._sides)
+        return self._with(sums, self.sides)
 
     def mapped(self, change: Callable[[Any], Any]) -> Residuals:
         values = {place: change(value) for place, value in self._values.items()}
-        return self._with(values, {at: change(side) for at, side in self._sides.items()})
+        return self._with(values, {at: change(side) for at, side in self.sides.items()})
 
     def _with(self, values: dict[int, torch.Tensor], sides: dict[tuple[int, int], torch.Tensor]) -> Residuals:
         other = Residuals.__new__(Residuals)
         other.cut, other._place, other._first = self.cut, self._place, self._first
-        other._values, other._sides = values, sides
+        other._values, other.sides = values, sides
         return other
 
     @property
@@ -100,7 +94,7 @@ class Residuals(Held):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._values.values(), *self._sides.values()))
+        return sum(t.nbytes for t in (*self._values.values(), *self.sides.values()))
 
 
 def weighted_sum(terms: Iterable[tuple[float, torch.Tensor]]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..errors import UnsupportedModelError, UntraceableError
 from ..models.cut import Cut
 from ..policies.base import Decision
 from .calls import Call, Outcome
+from .exchange import agreed, known_to_all
 from .offload import onloaded
 from .passes import ComputePass, DecidePass, DivergedError, FinishPass, HoldPass, Pass, TracePass
 from .replay import ReplayReport, compare
@@ -24,8 +25,18 @@ from .residuals import Held, Residuals
 from .unit import CutChoice, Unit
 from .whole import WholeSeam
 
+Choose = Callable[[torch.Tensor | None], ComputePass | HoldPass]
+AtHead = Callable[[nn.Module, dict[str, Any]], ComputePass | HoldPass]
 OTHER_PATH = Decision(True, "the forward took another path than before")
 _TEMB = ("temb", "timestep_proj", "time_embed", "adaln_input", "conditioning")
+
+
+class _HeadReachedError(Exception):
+    """The head was reached and a pass was chosen there."""
+
+    def __init__(self, chosen: ComputePass | HoldPass) -> None:
+        super().__init__()
+        self.chosen = chosen
 
 
 class Seam:
@@ -46,13 +57,14 @@ class Seam:
 
     def _cut(self, call: Call) -> Outcome:
         """Follow the cut; a forward that leaves the known path is computed on a new trace."""
-        choice = self._unit.cuts.get(call.structure) or self._trace(call)
+        known = self._unit.cuts.get(call.structure)
+        choice = self._trace(call) if not known_to_all(self._unit.groups, known is not None) or known is None else known
         try:
             return self._follow(call, choice)
         except DivergedError:
             choice = self._trace(call)
         try:
-            run = call.passes.compute(choice.cut, choice.lumped, _begin(call, choice.cut))
+            run = choice.computing(call.passes, _begin(call, choice.cut))
             return Outcome(self._through(run, call), OTHER_PATH, run.held)
         except DivergedError:
             raise UnsupportedModelError(
@@ -62,45 +74,91 @@ class Seam:
     def _trace(self, call: Call) -> CutChoice:
         """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
         watch = TracePass()
-        self._unit.run(watch, call.plain, call.args, call.kwargs)
-        choice = self._unit.cuts[call.structure] = CutChoice(watch.trace.cut(self._unit.family.head))
+        self._unit.run(watch, self._watched(call), call.args, call.kwargs)
+        choice = self._unit.cuts[call.structure] = CutChoice(
+            watch.trace.cut(self._unit.family.head), graphable=not watch.class_asked
+        )
         return choice
+
+    def _watched(self, call: Call) -> Callable[..., Any]:
+        """The forward in which every block call is seen: not the one of a compiler, which need not make them."""
+        return self._unit.eagerly if self._unit.compiled else call.plain
 
     def _follow(self, call: Call, choice: CutChoice) -> Outcome:
         made: list[tuple[Decision, ComputePass | HoldPass]] = []
+        self._unit.graphable = choice.graphable
 
         def choose(signal: torch.Tensor | None) -> ComputePass | HoldPass:
             decision = call.decide(signal)
             begin = _begin(call, choice.cut)
             run: ComputePass | HoldPass
             if decision.compute:
-                run = call.passes.compute(choice.cut, choice.lumped, begin)
+                run = choice.computing(call.passes, begin)
             else:
-                run = call.passes.hold(choice.cut, call.held(), begin)
-            run.witness = None if choice.checked else {}
+                run = choice.holding(call.passes, call.held(), begin)
+            run.witness = None if choice.checked or self._unit.compiled else {}
             made.append((decision, run))
             return run
 
-        output = self._through(self._at_head(call, choice.cut, choose) if call.signal else choose(None), call)
-        decision, run = made[-1]
-        held = run.held if isinstance(run, ComputePass) else None
-        if held is not None and not choice.checked:
-            held = self._check(call, choice, (output, run.witness or {}), held)
-        return Outcome(output, decision, held)
+        try:
+            output = self._through(self._begun(call, choice.cut, choose), call)
+            decision, run = made[-1]
+            held = run.held if isinstance(run, ComputePass) else None
+            if held is not None and not choice.checked:
+                held = self._checked(call, choice, (output, run.witness), held)
+            return Outcome(output, decision, held)
+        finally:
+            for _, run in made:
+                run.start()
 
-    def _at_head(self, call: Call, cut: Cut, choose: Callable[[torch.Tensor], ComputePass | HoldPass]) -> DecidePass:
+    def _begun(self, call: Call, cut: Cut, choose: Choose) -> ComputePass | HoldPass | DecidePass:
+        """The pass to begin with: one that decides at the head, where the decision waits for a signal there."""
+        if call.signal is None:
+            return choose(None)
+        at_head = self._at_head(call, cut, choose)
+        return self._reached(call, cut, at_head) if self._unit.compiled else DecidePass(cut, at_head)
+
+    def _at_head(self, call: Call, cut: Cut, choose: Choose) -> AtHead:
+        decided = choose(None) if call.see is not None else None
+
         def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
             assert call.signal is not None
             with onloaded(block):
                 signal = call.signal(block, arguments)
-            return choose(self.context(call, cut, arguments, signal).modulated_input)
+            if decided is None or call.see is None:
+                return choose(self.context(call, cut, arguments, signal).modulated_input)
+            call.see(signal)
+            return decided
 
-        return DecidePass(cut, at_head)
+        return at_head
+
+    def _reached(self, call: Call, cut: Cut, at_head: AtHead) -> ComputePass | HoldPass:
+        """Run to the head and no further: a compiled forward cannot wait for a decision in its middle."""
+
+        def stop(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
+            raise _HeadReachedError(at_head(block, arguments))
+
+        try:
+            self._unit.run(DecidePass(cut, stop), self._unit.eagerly, call.args, call.kwargs)
+        except _HeadReachedError as reached:
+            return reached.chosen
+        raise DivergedError
 
     def _through(self, run: ComputePass | HoldPass | DecidePass, call: Call) -> Any:
-        output = self._unit.run(run, call.plain, call.args, call.kwargs)
+        plain = call.plain if self._unit.graphable else self._watched(call)
+        output = self._unit.run(run, plain, call.args, call.kwargs)
         run.done()
         return output
+
+    def _checked(self, call: Call, choice: CutChoice, computed: Any, held: Held) -> Held:
+        """What is held, in the form in which it replays."""
+        if not self._unit.compiled:
+            return self._check(call, choice, computed, held)
+        run = call.passes.compute(choice.cut, choice.lumped, _begin(call, choice.cut))
+        run.witness = {}
+        output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
+        self._check(call, choice, (output, run.witness), run.held)
+        return held.lumped() if choice.lumped and isinstance(held, Residuals) else held
 
     def _check(self, call: Call, choice: CutChoice, computed: Any, computed_held: Held) -> Held:
         """Hold the step that was just computed: it must give the same. Lumped residuals first, they are fewer."""
@@ -111,9 +169,11 @@ class Seam:
         for option in options:
             run = call.passes.hold(choice.cut, option, _begin(call, choice.cut))
             run.witness = {}
-            held = (self._through(run, call), run.witness)
+            held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), run.witness)
+            run.done()
             lumped = option is not computed_held
-            reports.append(compare(self._unit.class_name, computed, held, choice.cut, lumped))
+            report = compare(self._unit.class_name, computed, held, choice.cut, lumped)
+            reports.append(agreed(self._unit.groups, report))
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
                 self._unit.report = reports[-1]

@@ -9,13 +9,21 @@ import torch
 
 from ..grid import Grid
 from ..models.family import TimeSignal
+from ..models.wrapping import gathered
 from .clock import noisiest
 from .unit import Unit
 
 
 def relative_change(signal: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Mean absolute change over the mean absolute value."""
-    return (signal - before).abs().mean() / before.abs().mean()
+    return magnitude(signal - before) / magnitude(before)
+
+
+def magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of absolute values, in one kernel and with the digits of float32 at least."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    total: torch.Tensor = torch.linalg.vector_norm(tensor, 1, dtype=dtype)
+    return total
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ def plan_changes(unit: Unit, signal: TimeSignal, grid: Grid, step: int, timestep
     if scale is None:
         return None
     times = torch.tensor(grid.noise, dtype=torch.float32) * scale
-    rows = signal(unit.core, times.to(_device(unit, timestep), timestep.dtype)).flatten(1)
+    with gathered(unit.core):
+        rows = signal(unit.core, times.to(_device(unit, timestep), timestep.dtype)).flatten(1)
     changes = (rows[1:] - rows[:-1]).abs().mean(1) / rows[:-1].abs().mean(1)
     return PlannedChanges((0.0, *(float(c) for c in changes.float().tolist())))
 
@@ -56,7 +65,8 @@ def time_signal(unit: Unit, signal: TimeSignal, timestep: Any) -> torch.Tensor |
     value = noisiest(timestep, unit.family.time_runs_up)
     if value is None or not isinstance(timestep, torch.Tensor):
         return None
-    return signal(unit.core, torch.tensor([value], device=_device(unit, timestep), dtype=timestep.dtype))
+    with gathered(unit.core):
+        return signal(unit.core, torch.tensor([value], device=_device(unit, timestep), dtype=timestep.dtype))
 
 
 def _device(unit: Unit, timestep: torch.Tensor) -> torch.device:

@@ -13,15 +13,43 @@ untraced: Any = torch.compiler.disable
 
 
 class BlockByBlock(ABC):
-    """A pass that lets the model's own loop run and answers its block calls one by one."""
+    """A pass that lets the model's own loop run and answers its block calls one by one.
+
+    A `traceable` pass may become part of a graph when the whole transformer is compiled; others are stepped around.
+    """
+
+    traceable = False
+
+    def __init__(self) -> None:
+        self.class_asked = False  # whether the loop looked at what its blocks are, not only called them
+        self._made: dict[str, tuple[Sequence[nn.Module], list[BlockStandIn]]] = {}
+        self._graphed: dict[str, tuple[Sequence[nn.Module], list[GraphedBlock]]] = {}
+
+    @abstractmethod
+    def covers(self, blocks: str) -> bool:
+        """Whether calls of this list come here."""
 
     @abstractmethod
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer one block call."""
 
     def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
-        """A stand-in for each block."""
-        return [BlockStandIn(self, blocks, i, module) for i, module in enumerate(modules)]
+        """A stand-in for each block; made once for as long as the list holds the same blocks."""
+        made = self._made.get(blocks)
+        if made is None or made[0] != modules:
+            kind = BlockStandIn if self.traceable else OpaqueStandIn
+            made = self._made[blocks] = (modules, [kind(self, blocks, i, module) for i, module in enumerate(modules)])
+        return made[1]
+
+    def prepare(self, blocks: str, modules: Sequence[nn.Module]) -> None:
+        """Make stand-ins for a compiler to look into."""
+        made = self._graphed.get(blocks)
+        if made is None or made[0] != modules:
+            self._graphed[blocks] = (modules, [GraphedBlock(self, blocks, i, m) for i, m in enumerate(modules)])
+
+    def prepared(self, blocks: str) -> Sequence[Any]:
+        """Those stand-ins."""
+        return self._graphed[blocks][1]
 
 
 class BlockStandIn:
@@ -32,7 +60,6 @@ class BlockStandIn:
     def __init__(self, running: BlockByBlock, blocks: str, index: int, block: nn.Module) -> None:
         self._running, self._blocks, self._index, self._block = running, blocks, index, block
 
-    @untraced(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._running.call(self._blocks, self._index, self._block, args, kwargs)
 
@@ -43,4 +70,28 @@ class BlockStandIn:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
+        self._running.class_asked = True
         return type(self._block)
+
+
+class OpaqueStandIn(BlockStandIn):
+    """One that a compiler of the whole model does not look into, though it does into the block."""
+
+    __slots__ = ()
+
+    @untraced(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.call(self._blocks, self._index, self._block, args, kwargs)
+
+
+class GraphedBlock:
+    """The same for a compiler to look into, which would take one that passes for a module for a module."""
+
+    def __init__(self, running: BlockByBlock, blocks: str, index: int, block: nn.Module) -> None:
+        self._running, self._blocks, self._index, self._block = running, blocks, index, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.call(self._blocks, self._index, self._block, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)

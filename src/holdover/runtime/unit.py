@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +15,20 @@ from ..models.cut import Cut
 from ..models.extractors import extractor_of
 from ..models.lists import block_lists
 from ..models.registry import family_of
+from ..models.wrapping import class_of, unwrapped
 from .adopt import Adoptions
 from .clock import NO_HINT, Hint
-from .passes import Pass
+from .compiled import is_compiled, kept_out
+from .passes import ComputePass, HoldPass, Pass, Passes
+from .ranks import groups_of
 from .recent import Recent
 from .replay import ReplayReport
-from .standin import untraced
+from .residuals import Held
+from .splits import Splits
+from .standin import BlockByBlock, untraced
 
 _KINDS = 64  # sizes and flags a forward is given by the host make kinds; the oldest is traced again
+_NOTHING = contextlib.nullcontext()
 Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -34,6 +39,31 @@ class CutChoice:
     cut: Cut
     lumped: bool = False
     checked: bool = False
+    graphable: bool = True
+    _computing: dict[Any, ComputePass] = field(default_factory=dict)
+    _holding: dict[Any, HoldPass] = field(default_factory=dict)
+
+    def computing(self, passes: Passes, begin: int) -> ComputePass:
+        """A pass that computes; it is made once where it keeps nothing from one forward to the next."""
+        run = self._computing.get((passes, begin, self.lumped))
+        if run is None:
+            run = passes.compute(self.cut, self.lumped, begin)
+            if run.traceable:
+                self._computing[passes, begin, self.lumped] = run
+        run.start()
+        return run
+
+    def holding(self, passes: Passes, held: Held, begin: int) -> HoldPass:
+        """A pass that adds what is held."""
+        run = self._holding.get((passes, begin))
+        if run is None:
+            run = passes.hold(self.cut, held, begin)
+            if run.traceable:
+                self._holding[passes, begin] = run
+        else:
+            run.start()
+            run.give(held)
+        return run
 
 
 class Unit:
@@ -42,7 +72,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.core: nn.Module = getattr(module, "_orig_mod", module)
+        self.core: nn.Module = unwrapped(module)
         self.family = family_of(self.core)
         self.extractor = extractor_of(self.core)
         self.arguments = ForwardArguments(self.core, self.family.conditioning)
@@ -50,17 +80,31 @@ class Unit:
         self.cuts: Recent[Any, CutChoice] = Recent(_KINDS)
         self.hint: Hint = NO_HINT
         self.running: Pass | None = None
+        self._graphed: BlockByBlock | None = None  # the running pass, where a compiler may look into it
+        self._wrapped = False
+        self.graphable = True  # whether the loop over the blocks only calls them
+        self.groups = groups_of(module, None)
+        self._splits = Splits()
         self.report: ReplayReport | None = None
         self.notes: set[str] = set()
 
     @property
     def class_name(self) -> str:
-        return type(self.core).__name__
+        return class_of(self.core).__name__
 
     @property
     def device(self) -> torch.device | None:
         parameter = next(self.core.parameters(), None)
         return None if parameter is None else parameter.device
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the transformer is compiled as a whole; its blocks alone do not count."""
+        return self._wrapped or is_compiled(self.core) or is_compiled(self.module)
+
+    def eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's own forward, not compiled."""
+        return self.core._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def install(self, adoptions: Adoptions, forward: Forward) -> None:
         """Put the cut on the instances; `adoptions` takes it off again."""
@@ -70,17 +114,16 @@ class Unit:
         methods = {"cache_context": self._cache_context()}
         if self.module is self.core:
             methods["__call__"] = self._call(type(self.core), forward)
-        else:  # a compiled wrapper is called, the module inside it is asked for its context
+        else:  # a wrapper is called, the module inside it is asked for its context
             adoptions.adopt(self.module, {"__call__": self._call(type(self.module), forward)})
         adoptions.adopt(self.core, methods)
 
     def _call(self, base: type[nn.Module], forward: Forward) -> Callable[..., Any]:
-        plain: Callable[..., Any] = base.__call__
+        def ours(plain: Callable[..., Any], wrapped: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            self._wrapped = wrapped
+            return forward(self, plain, args, kwargs)
 
-        def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, functools.partial(plain, this), args, kwargs)
-
-        return call
+        return kept_out(base.__call__, ours)
 
     def _cache_context(self) -> Callable[..., Any]:
         """diffusers' `cache_context`, overheard; given to models that lack it."""
@@ -102,11 +145,23 @@ class Unit:
         iterate: Callable[[Any], Iterator[nn.Module]] = base.__iter__
         item: Callable[[Any, Any], Any] = base.__getitem__
 
-        def iter_(this: nn.ModuleList) -> Iterator[Any]:
+        def stand_ins(this: nn.ModuleList) -> Iterator[Any]:
             running = self.running
-            if running is None or not running.covers(name):
+            if running is None:
                 return iterate(this)
-            return iter(running.items(name, list(iterate(this))))
+            blocks = list(iterate(this))
+            items = running.items(name, blocks) if running.covers(name) else blocks
+            return iter(self._splits.before(items, blocks))
+
+        around = untraced(stand_ins)
+
+        def iter_(this: nn.ModuleList) -> Iterator[Any]:
+            if self.running is None:
+                return iterate(this)
+            graphed = self._graphed
+            if graphed is None:
+                return around(this)  # type: ignore[no-any-return]
+            return iter(graphed.prepared(name)) if graphed.covers(name) else iterate(this)
 
         def getitem(this: nn.ModuleList, index: Any) -> Any:
             if not isinstance(index, slice):
@@ -114,13 +169,30 @@ class Unit:
             part = list(iter_(this))[index]
             return part if self.running is not None else nn.ModuleList(part)
 
-        # A compiler that traces the whole model stops here and goes on inside the blocks.
-        return {"__iter__": untraced(iter_), "__getitem__": untraced(getitem)}
+        return {"__iter__": iter_, "__getitem__": getitem}
 
     def run(self, pass_: Pass, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the transformer's own forward with a pass answering its block calls."""
-        outer, self.running = self.running, pass_
+        outer, self.running = (self.running, self._graphed), pass_
+        self._graphed = self._prepared(pass_)
         try:
-            return plain(*args, **kwargs)
+            with self._split():
+                return plain(*args, **kwargs)
         finally:
-            self.running = outer
+            self.running, self._graphed = outer
+
+    def _split(self) -> contextlib.AbstractContextManager[None]:
+        """The splits at the blocks taken over, where the tokens are spread over ranks."""
+        if self.groups.sequence is None:
+            return _NOTHING
+        return self._splits.taken_over(block for blocks in self.lists.values() for block in blocks.children())
+
+    def _prepared(self, pass_: Pass) -> BlockByBlock | None:
+        """A pass a compiler may look into, with its stand-ins made; None where there is nothing to look into."""
+        if not (isinstance(pass_, BlockByBlock) and pass_.traceable and self.compiled and self.graphable):
+            return None
+        if self.groups.sequence is not None:
+            return None
+        for name, blocks in self.lists.items():
+            pass_.prepare(name, list(blocks.children()))
+        return pass_

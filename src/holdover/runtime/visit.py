@@ -13,7 +13,8 @@ from .calls import Call, Outcome
 from .generation import Generation
 from .method import Computed
 from .seam import OTHER_PATH
-from .signals import PlannedChanges, plan_changes, relative_change, time_signal
+from .seen import SeenSignal
+from .signals import PlannedChanges, plan_changes, time_signal
 from .unit import Unit
 
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
@@ -33,6 +34,7 @@ class Visit:
         self._misfit = self.track.refit((self._kind, shapes(arguments)))
         self._signal = self._method.signal(unit) if self.track.policy.needs_signal else None
         self._planned = self._plan()
+        self._late = self._method.reads_late and self._planned is None
         self._change: float | None = None
 
     def _plan(self) -> PlannedChanges | None:
@@ -47,7 +49,8 @@ class Visit:
         """The forward, with the questions the seam may ask about it."""
         at_head = self._signal.of_block if self._signal is not None and self._planned is None else None
         passes = self._method.passes(self._unit)
-        return Call(plain, args, kwargs, self._kind, at_head, self.decide, passes, self._step, self.track)
+        see = self.see if self._late else None
+        return Call(plain, args, kwargs, self._kind, at_head, self.decide, passes, self._step, self.track, see)
 
     def decide(self, read: torch.Tensor | None) -> Decision:
         """Ask the policy, once the signal is there if it needs one."""
@@ -62,8 +65,19 @@ class Visit:
             return self._planned.since(self.track.seen, self._step)
         if read is None and self._signal is not None and self._signal.of_time is not None:
             read = time_signal(self._unit, self._signal.of_time, self._timestep)
-        before, self.track.signal = self.track.signal, read
-        return None if read is None or before is None else float(relative_change(read, before))
+        known = self._known_change() if self._late else None
+        if read is not None:
+            self.see(read)
+        return known if self._late or read is None or self.track.signal is None else self.track.signal.change()
+
+    def _known_change(self) -> float | None:
+        """The change at the step before, where that was computed: its blocks still run while this is read."""
+        seen = self.track.signal
+        return seen.change() if seen is not None and self.track.state.anchor == self.track.seen else None
+
+    def see(self, signal: torch.Tensor) -> None:
+        """Keep the signal of this step, and ask for its change."""
+        self.track.signal = SeenSignal(signal, self.track.signal, self._unit.groups)
 
     def settle(self, outcome: Outcome) -> None:
         """Keep what was computed, and let go of what no later step needs."""

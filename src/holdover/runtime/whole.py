@@ -12,6 +12,7 @@ from ..errors import UnsupportedModelError
 from ..models.arguments import tensors_in
 from ..models.registry import INPUT
 from .calls import Call, Outcome
+from .exchange import agreed, known_to_all
 from .replay import compare
 from .residuals import Held, weighted_sum
 from .unit import Unit
@@ -89,7 +90,7 @@ class WholeSeam:
             return Outcome(held.rebuilt(), decision, None)
         output = call.plain(*call.args, **call.kwargs)
         held = HeldOutput.of(output)
-        if call.structure not in self._checked:
+        if not known_to_all(self._unit.groups, call.structure in self._checked):
             self._check(call, held)
         return Outcome(output, decision, held)
 
@@ -107,7 +108,8 @@ class WholeSeam:
     def _check(self, call: Call, held: HeldOutput) -> None:
         """The model must give the same for the same input: one with a memory of its own must not be held."""
         again = call.plain(*call.args, **call.kwargs)
-        report = compare(self._unit.class_name, (again, {}), (held.rebuilt(), {}), CUT)
+        found = compare(self._unit.class_name, (again, {}), (held.rebuilt(), {}), CUT)
+        report = agreed(self._unit.groups, found)
         if not report.ok:
             raise UnsupportedModelError(
                 f"{report}\n{self._unit.class_name} gives another output for the same input each time, and no cut "

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Config
+from ..models.wrapping import class_of, unwrapped
 from ..runtime.backend import SeamBackend, transformers_of
 from .config import UNNAMED, TeaCacheConfig
 from .method import TeaCacheMethod
@@ -27,8 +28,7 @@ class TeaCacheBackend(SeamBackend):
         assert isinstance(self.settings, TeaCacheConfig)
         if self.settings.transformer_type != UNNAMED:
             return self.settings
-        core = getattr(transformer, "_orig_mod", transformer)
-        return self.settings.replaced(transformer_type=type(core).__name__)
+        return self.settings.replaced(transformer_type=class_of(unwrapped(transformer)).__name__)
 
     def method(self, settings: Config) -> TeaCacheMethod:
         assert isinstance(settings, TeaCacheConfig)

@@ -18,7 +18,8 @@ class TeaCacheConfig(Config):
     `coefficients` are the rescaling polynomial, highest power first; without them they come from `profile` (a
     shipped one by name, or the path of a saved one), else from the profile that fits the model. `signal`
     chooses among a model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are
-    used; a backend fills it in.
+    used; a backend fills it in. `read="late"` waits for the change at computed steps alone, and takes it for that of
+    the held steps that follow.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -28,6 +29,7 @@ class TeaCacheConfig(Config):
     transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
     profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
     signal: str | None = setting(None, doc="which of the model's signals to compare")
+    read: str = setting("now", choices=("now", "late"), doc="wait for each step's change, or only for computed steps'")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
 
     def __post_init__(self) -> None:

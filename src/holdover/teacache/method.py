@@ -68,6 +68,7 @@ class TeaCacheMethod(Method):
         self._settings = config
         self._constants: dict[Unit, _Constants] = {}
         self.packing = packing(config.hold_in)
+        self.reads_late = config.read == "late"
 
     def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
         constants = self._constants[unit] = self._resolve(unit, pipeline)
@@ -121,7 +122,11 @@ class TeaCacheMethod(Method):
     def policy(self, unit: Unit, branch: str, grid: Grid) -> TeaCachePolicy:
         constants = self._constants[unit]
         return TeaCachePolicy(
-            self._settings.rel_l1_thresh, constants.polynomial(branch), grid, retained=constants.retained
+            self._settings.rel_l1_thresh,
+            constants.polynomial(branch),
+            grid,
+            retained=constants.retained,
+            late=self.reads_late,
         )
 
     def signal(self, unit: Unit) -> Signal:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...grid import Grid
 from ..family import Family, Signal
+from ..wrapping import unwrapped
 
 
 def embedding(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def expert_range(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
     boundary = _boundary(pipeline)
     if boundary is None or not grid.noise:
         return grid
-    low = _bare(transformer) is _bare(getattr(pipeline, "transformer_2", None))
+    low = unwrapped(transformer) is unwrapped(getattr(pipeline, "transformer_2", None))
     steps = [i for i in range(grid.first, grid.last + 1) if (grid.noise[i] < boundary) == low]
     return grid.between(steps[0], steps[-1]) if steps else grid
 
@@ -46,11 +47,6 @@ def _boundary(pipeline: Any) -> float | None:
     config: Any = getattr(pipeline, "config", None)
     found: float | None = config.get("boundary_ratio") if isinstance(config, Mapping) else None
     return found if found is not None or pipeline is None else vars(pipeline).get("boundary_ratio")
-
-
-def _bare(module: object) -> object:
-    """The module inside torch.compile's wrapper, if it has one."""
-    return getattr(module, "_orig_mod", module)
 
 
 SIGNALS = (Signal("e", of_time=embedding), Signal("e0", of_time=projection))

@@ -1,0 +1,1 @@
+"""One request over several processes: real process groups over gloo, on the CPU."""

@@ -1,0 +1,120 @@
+"""The whole transformer compiled: one graph for computed steps, one for held ones, whatever was done first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import holdover
+from tiny.pipelines import PIPELINES, run
+
+STEPS = 28
+METHODS = {
+    "mag_cache": ({"mag_ratios": [1.01] * STEPS, "mag_threshold": 0.5, "mag_max_skip_steps": 2}, 2),
+    "tea_cache": ({"rel_l1_thresh": 0.6}, 2),
+    "plan": ({"schedule": tuple(range(0, STEPS, 4)), "predictor": "newton"}, 1),
+}
+TINY = PIPELINES["FluxPipeline"]
+
+
+def result(pipe):
+    return run(pipe, **TINY.call(steps=STEPS))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    found = {}
+    for method, (settings, _) in METHODS.items():
+        pipe = TINY.build()
+        with holdover.enable(pipe, method, **settings):
+            found[method] = result(pipe)
+    return found
+
+
+def compile_whole(pipe, way, **options):
+    if way == "in place":
+        pipe.transformer.compile(backend="eager", **options)
+    else:
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager", **options)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_step_is_compiled_twice(method, way, order, expected):
+    torch._dynamo.reset()
+    counters.clear()
+    settings, graphs = METHODS[method]
+    pipe = TINY.build()
+    if order == "before":
+        compile_whole(pipe, way)
+    with holdover.enable(pipe, method, **settings) as cache:
+        if order == "after":
+            compile_whole(pipe, way)
+        assert torch.equal(result(pipe), expected[method])
+        assert torch.equal(result(pipe), expected[method])
+        assert cache.stats().held > 0
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_full_graph_is_possible(method, expected):
+    torch._dynamo.reset()
+    pipe = TINY.build()
+    compile_whole(pipe, "in place", fullgraph=True)
+    with holdover.enable(pipe, method, **METHODS[method][0]):
+        assert torch.equal(result(pipe), expected[method])
+
+
+def test_a_wrapper_made_while_enabled_is_plain_after_disable():
+    torch._dynamo.reset()
+    pipe = TINY.build()
+    cache = holdover.enable(pipe, "mag_cache", **METHODS["mag_cache"][0])
+    compile_whole(pipe, "wrapped")
+    held = result(pipe)
+    cache.disable()
+    plain = result(pipe)
+    assert torch.equal(plain, result(TINY.build()))
+    assert not torch.equal(plain, held)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        return hidden_states + self.inner(hidden_states)
+
+
+class Asking(nn.Module):
+    """Looks at what its blocks are before it calls them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, hidden_states, timestep):
+        hidden_states = hidden_states * timestep
+        for block in self.blocks:
+            hidden_states = block(hidden_states) if isinstance(block, Block) else hidden_states
+        return hidden_states
+
+
+def test_a_loop_that_asks_for_the_class_of_its_blocks_gets_the_right_answer():
+    torch._dynamo.reset()
+    latent, times = torch.linspace(-1, 1, 16).reshape(2, 8), [torch.tensor([1.0 - i / 8]) for i in range(8)]
+    settings = {"mag_ratios": [1.0], "mag_threshold": 1e9, "mag_max_skip_steps": 2, "num_inference_steps": 8}
+    outputs = []
+    for compiled in (False, True):
+        model = Asking().eval()
+        if compiled:
+            model.compile(backend="eager")
+        with holdover.enable(model, "mag_cache", **settings) as cache, torch.no_grad():
+            outputs.append(torch.stack([model(latent, t) for t in times]))
+            assert cache.stats().held > 0
+    assert torch.equal(*outputs)
