@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,12 +26,14 @@ _SAME = 1e-2  # a mix measured in bfloat16 is off by less
 class Kind:
     """One kind of generation, with what was measured brought to its grid; kept from request to request.
 
-    `branches` are those with weights of their own; none where all have the same.
+    `branches` are those with weights of their own; none where all have the same. `together` is what was measured with
+    the branches merged.
     """
 
     setting: Setting
     kernel: Kernel | None
     branches: tuple[str, ...] = ()
+    together: Kernel | None = None
 
     @cached_property
     def planner(self) -> Planner | None:
@@ -42,23 +44,28 @@ class Kind:
     @cached_property
     def merged(self) -> Kind:
         """The same with one set of weights for whatever branches there are."""
-        return self if self.kernel is None or not self.branches else Kind(self.setting, self.kernel.merged)
+        return Kind(self.setting, self.together) if self.branches else self
 
 
 def kind_of(setting: Setting, profile: Profile | None) -> Kind:
-    """Bring what was measured to the grid and the guidance at hand."""
+    """Bring what was measured to the grid and the guidance at hand.
+
+    A loop of one's own may run both branches where the pipeline says that one is enough: they are mixed as measured.
+    """
     if profile is None:
         return Kind(setting, None)
     facts = profile.facts
     mix = remixed(facts.mix, facts.guidance, setting.guidance)
     kernel = Kernel(np.array(facts.noise), profile.grams, profile.growth, mix).on(setting.noise)
-    return Kind(setting, kernel, facts.branches)
+    apart = kernel if all(mix) else replace(kernel, mix=facts.mix)
+    return Kind(setting, apart, facts.branches, kernel.merged)
 
 
 def remixed(mix: tuple[float, ...], measured: float | None, wanted: float | None) -> tuple[float, ...]:
     """The mix of two branches at another guidance: s and 1 - s for classifier-free guidance, else as it was."""
     if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=_SAME):
         return mix
+    wanted = max(wanted, 1.0)  # below it pipelines run one branch
     if np.isclose(mix[0], measured, atol=_SAME):
         return (wanted, 1 - wanted)
     return (1 - wanted, wanted) if np.isclose(mix[1], measured, atol=_SAME) else mix

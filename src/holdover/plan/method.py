@@ -57,7 +57,7 @@ class _Current:
 
     kind: Kind
     plan: Plan
-    guard: Guard | None
+    guard: Guard | None = None
     added: set[int] = field(default_factory=set)
     branches: set[str] = field(default_factory=set)
     settled: bool = False
@@ -122,7 +122,7 @@ class PlanMethod(Method):
         return partial(self._settled, current)
 
     def _settled(self, current: _Current) -> Plan:
-        """The plan once its branches are known, at its first held step: weights of their own are for all or none."""
+        """The plan once its branches are known, after the first step: weights of their own are for all or none."""
         if not current.settled:
             current.settled = True
             apart, count = set(current.kind.branches), len(current.branches) * self._units[0].groups.branch[1]
@@ -147,7 +147,7 @@ class PlanMethod(Method):
                     "the loop, or enable it on the pipeline."
                 )
             kind = self._memory.kind(self._pipeline, self._units, grid, self._profile)
-            self._current = _Current(kind, self._planned(kind), self._guard(kind))
+            self._current = _Current(kind, self._planned(kind))
         return self._current
 
     @property
@@ -174,7 +174,11 @@ class PlanMethod(Method):
     def stepped(self, stepped: Stepped) -> None:
         """Look at the output of a computed step; where the generation is hard, add a step to what is to come."""
         current = self._current
-        if current is None or current.guard is None or not isinstance(stepped.output, torch.Tensor):
+        if current is None or not isinstance(stepped.output, torch.Tensor):
+            return
+        self._settled(current)
+        current.guard = current.guard or self._guard(current.kind)
+        if current.guard is None:
             return
         if stepped.step in current.plan.computed:
             current.guard.saw(stepped.step, stepped.output)
