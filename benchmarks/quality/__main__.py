@@ -17,7 +17,7 @@ from typing import Any
 
 from holdover.errors import HoldoverWarning
 
-from .. import RESULTS
+from .. import RESULTS, ROOT
 from .scale import QUICK, Scale
 from .words import markdown
 
@@ -32,7 +32,7 @@ def main() -> int:
     if options.what == "plot":
         from .plot import plot
 
-        drawn = plot(figures, out.parent, out.stem)
+        drawn = plot(figures, options.into, out.stem)
         print(*drawn, sep="\n")
     text = markdown(figures)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -49,6 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=None, help="pictures that are drawn at once")
     parser.add_argument("--quick", action="store_true", help="a little of everything, to see that it runs")
     parser.add_argument("--out", type=Path, default=None, help="result file; one that is there is taken up again")
+    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "assets", help="where plots go")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no part begins")
     parser.add_argument("--part", action="append", default=[], help="only parts with this in their name; repeatable")
     return parser.parse_args()

@@ -28,7 +28,7 @@ _STYLE: Any = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False
 
 
 def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
-    """Draw one file for each number of steps, as SVG and as PNG."""
+    """Draw one file for each number of steps."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -40,9 +40,8 @@ def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
                 _draw(axes, rows_of(figures, steps), quantity, steps)
             handles, labels = figure.axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside right upper", frameon=False)
-            for suffix, more in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 130})):
-                written.append(folder / f"{name}_{steps}.{suffix}")
-                figure.savefig(written[-1], **more)
+            written.append(folder / f"{name}_{steps}.svg")
+            figure.savefig(written[-1], metadata={"Date": None})
     return written
 
 

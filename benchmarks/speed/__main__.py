@@ -24,7 +24,7 @@ def main() -> int:
     elif options.what == "plot":
         from .plot import draw
 
-        print(*draw(out, options.into), sep="\n")
+        print(draw(out, options.into))
     else:
         return measure(options, out)
     return 0

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 TITLES = {"resolution": "side of the picture, pixels", "batch": "batch at 512x512", "steps": "steps at 512x512"}
 
 
-def draw(path: Path, into: Path) -> list[Path]:
-    """Draw the growth rows of a result file as SVG and PNG."""
+def draw(path: Path, into: Path) -> Path:
+    """Draw the growth rows of a result file."""
     rows = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["section"] == "growth"]
     rows = [row for row in rows if "raised" not in row]
     axes_shown = [axis for axis in TITLES if any(row["mode"] == axis for row in rows)]
@@ -30,9 +30,8 @@ def draw(path: Path, into: Path) -> list[Path]:
     panels[0][-1].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     into.mkdir(parents=True, exist_ok=True)
-    written = [into / f"growth.{kind}" for kind in ("svg", "png")]
-    for file in written:
-        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    written = into / "growth.svg"
+    figure.savefig(written, metadata={"Date": None})
     return written
 
 
