@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+LONGEST = ("serve/ray", "parallel", "vllm_omni")  # they start processes of their own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest begin first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: not any(f"tests/{folder}/" in item.path.as_posix() for folder in LONGEST))

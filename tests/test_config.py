@@ -53,6 +53,7 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "interpolation": ("str", ("linear", "", "LOG")),
     "calibration_path": ("str or None", ()),
     "hold_in": ("str", ("disk", "", "FP8")),
+    "read": ("str", ("soon", "", "LATE")),
     "Fn_compute_blocks": ("int", (0, -1)),
     "Bn_compute_blocks": ("int", (-1,)),
     "max_warmup_steps": ("int", (-1,)),
