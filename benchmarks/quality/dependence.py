@@ -8,6 +8,7 @@ from holdover.profiles import Profile
 
 from .bench import Bench, Course, Row
 from .plans import plan
+from .ways import cached
 
 
 def generations(bench: Bench) -> dict[str, Any]:
@@ -50,6 +51,23 @@ def schedulers(bench: Bench) -> dict[str, Any]:
         rows += _rows(bench, course, bench.profile(own), f"Euler used under {name}")
         rows += _rows(bench, course, bench.profile(course), f"{name} native")
     return {"rows": rows}
+
+
+def residuals(bench: Bench) -> dict[str, Any]:
+    """Residuals held as they are, in eight bits, and in the host's memory."""
+    course = Course(bench.scale.steps)
+    common: dict[str, Any] = {"profile": bench.profile_file(course)}
+    methods = {
+        "mag_cache": {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1},
+        "tea_cache": {"rel_l1_thresh": 0.4},
+    }
+    return {
+        "rows": [
+            bench.row(cached(f"{name}, held in {place}", name, hold_in=place, **common, **settings), course, 0)
+            for name, settings in methods.items()
+            for place in ("device", "fp8", "cpu")
+        ]
+    }
 
 
 def _rows(

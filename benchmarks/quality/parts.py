@@ -58,6 +58,7 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "guidance": dependence.guidance,
         "other steps": dependence.steps,
         "schedulers": dependence.schedulers,
+        "residuals": dependence.residuals,
         **{_titled(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
     }
 

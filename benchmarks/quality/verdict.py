@@ -63,10 +63,14 @@ def best(rows: Iterable[dict[str, Any]], most: float, figure: str) -> dict[str, 
 def frontier(rows: Iterable[dict[str, Any]], figure: str) -> list[Point]:
     """Computed steps and PSNR of the rows that no other beats with as many steps or fewer."""
     found: list[Point] = []
-    for point in sorted((float(row["computed"]), _value(row, figure)) for row in rows):
-        if not found or point[1] > found[-1][1]:
-            found.append(point)
+    for computed, value in sorted(((float(row["computed"]), _value(row, figure)) for row in rows), key=_best_first):
+        if not found or value > found[-1][1]:
+            found.append((computed, value))
     return found
+
+
+def _best_first(point: Point) -> Point:
+    return point[0], -point[1]
 
 
 def _ratio(computed: float, psnr: float, others: Sequence[Point]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ def _quiet() -> Iterator[None]:
 
 def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> dict[str, Any]:
     _run(pipe, session, steps, WARM)
+    gc.collect()  # what an earlier row left must not count here
     if pipe.cuda:
         torch.cuda.reset_peak_memory_stats()
     course = _run(pipe, session, steps, stop)

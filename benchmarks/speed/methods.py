@@ -174,6 +174,16 @@ def candidates(ratios: str, everything: bool) -> list[Candidate]:
             "no blocks",
             chief=False,
         ),
+        *(
+            Candidate(
+                f"mag_cache 0.24/5/0.1, held in {place}",
+                "holdover",
+                ours("mag_cache", profile=ratios, hold_in=place, **MAG),
+                "no blocks",
+                chief=False,
+            )
+            for place in ("fp8", "cpu")
+        ),
         Candidate("cache_dit F1B0", "holdover", ours("cache_dit", **forced_scm), "first block", forced=True),
         Candidate("MagCache 0.24/5/0.1", "diffusers", diffusers_own(_diffusers_mag(ratios)), "no blocks"),
         Candidate(

@@ -182,7 +182,7 @@ MODELS: dict[str, Model] = {
         wan_inputs,
         "mc.wan2.1-t2v-14B",
         _HEADS | _WAN,
-        shape=Shape(832, 480, 33),
+        shape=Shape(832, 480, 17),
         uncached_steps=10,
     ),
     "flux2": Model(

@@ -160,7 +160,7 @@ def _grown(row: Row) -> list[str]:
 def box(rows: Sequence[Row]) -> str:
     """The model in the box on the card."""
     shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in rows if row["section"] == "box"]
-    head = ("device", "mode", "method", "seconds a picture", "over no cache")
+    head = ("device", "mode", "method", "seconds a picture", "over eager, no cache")
     return f"**The model in the box, one picture of 50 steps**\n\n{table(head, shown)}" if shown else ""
 
 

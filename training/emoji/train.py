@@ -271,6 +271,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=Settings.batch)
     parser.add_argument("--rate", type=float, default=Settings.rate)
     parser.add_argument("--warmup", type=int, default=Settings.warmup)
+    parser.add_argument("--decay", type=float, default=Settings.decay)
     parser.add_argument("--log-every", type=int, default=500)
     parser.add_argument("--compile", default="blocks", help="none, blocks, all, or a mode of torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -298,7 +299,7 @@ def main() -> None:
     splits = {name: load_split(images, rows, name, tokenizer, device) for name in ("train", "val_pair", "val_concept")}
     model = Velocity(make_text_encoder(shape), make_transformer(shape)).to(device).train()
     keep_times_exact(model.transformer, torch.bfloat16)
-    settings = Settings(batch=options.batch, rate=options.rate, warmup=options.warmup)
+    settings = Settings(options.batch, options.rate, options.warmup, options.decay)
     clock = Clock(options.steps, options.minutes and options.minutes * 60)
     trainer = Trainer(model, settings, clock, options.seed)
     log: list[dict[str, Any]] = []

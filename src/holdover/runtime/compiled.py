@@ -10,6 +10,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from .adopt import adoptions_of
+from .outputs import copied
 from .standin import untraced
 
 Plain = Callable[..., Any]
@@ -24,7 +25,8 @@ def kept_out(plain: Plain, forward: Callable[[Plain, bool, Any, Any], Any]) -> P
     """A `__call__` around `plain` whose own work no compiler sees.
 
     `forward` is given the plain call, whether a compiled wrapper made this one, and the arguments. A wrapper remembers
-    what it wrapped for good: once the module is no longer adopted, this is the plain call.
+    what it wrapped for good: once the module is no longer adopted, this is the plain call. What a compiled call returns
+    is copied: a CUDA graph writes into the same memory the next time it runs.
     """
 
     def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -33,11 +35,16 @@ def kept_out(plain: Plain, forward: Callable[[Plain, bool, Any, Any], Any]) -> P
             back = functools.partial(plain, this) if compiler is None else _seen_by(compiler, plain, this)
             if adoptions_of(this) is None:
                 return back(*args, **kwargs)
-            return forward(back, compiler is not None, args, kwargs)
+            wrapped = compiler is not None
+            return forward(_copying(back) if wrapped or is_compiled(this) else back, wrapped, args, kwargs)
         finally:
             set_eval_frame(compiler)
 
     return untraced(call, recursive=False)  # type: ignore[no-any-return]
+
+
+def _copying(plain: Plain) -> Plain:
+    return lambda *args, **kwargs: copied(plain(*args, **kwargs))
 
 
 def _seen_by(compiler: Any, plain: Plain, this: nn.Module) -> Plain:

@@ -134,6 +134,10 @@ class ComputePass(_AlongPlaces):
             self._sides[self._position - 1, slot] = outputs[slot].clone()
         return output
 
+    def own(self) -> None:
+        self._added = [(chain, added.clone()) for chain, added in self._added]
+        self._sides = {at: side.clone() for at, side in self._sides.items()}
+
     @property
     def held(self) -> Held:
         """What the blocks added, once the forward has returned."""

@@ -34,11 +34,16 @@ class BlockByBlock(ABC):
         """Answer one block call."""
 
     def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
-        """A stand-in for each block; made once for as long as the list holds the same blocks."""
+        """A stand-in for each block; made once for as long as the list holds the same blocks.
+
+        A pass that lives for one forward keeps none of them: the two would hold each other, and what the pass saw,
+        until the garbage collector comes.
+        """
+        if not self.traceable:
+            return [OpaqueStandIn(self, blocks, index, module) for index, module in enumerate(modules)]
         made = self._made.get(blocks)
         if made is None or made[0] != modules:
-            kind = BlockStandIn if self.traceable else OpaqueStandIn
-            made = self._made[blocks] = (modules, [kind(self, blocks, i, module) for i, module in enumerate(modules)])
+            made = self._made[blocks] = (modules, [BlockStandIn(self, blocks, i, m) for i, m in enumerate(modules)])
         return made[1]
 
     def prepare(self, blocks: str, modules: Sequence[nn.Module]) -> None:
@@ -50,6 +55,9 @@ class BlockByBlock(ABC):
     def prepared(self, blocks: str) -> Sequence[Any]:
         """Those stand-ins."""
         return self._graphed[blocks][1]
+
+    def own(self) -> None:
+        """Copy what was kept of a compiled forward: a CUDA graph writes into the same memory the next time."""
 
 
 class BlockStandIn:

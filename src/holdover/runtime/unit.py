@@ -177,7 +177,10 @@ class Unit:
         self._graphed = self._prepared(pass_)
         try:
             with self._split():
-                return plain(*args, **kwargs)
+                output = plain(*args, **kwargs)
+            if self._graphed is not None:
+                self._graphed.own()
+            return output
         finally:
             self.running, self._graphed = outer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..models.arguments import tensors_in
 from ..models.registry import INPUT
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
+from .outputs import mapped
 from .replay import compare
 from .residuals import Held, weighted_sum
 from .unit import Unit
@@ -30,13 +30,13 @@ class HeldOutput(Held):
     @classmethod
     def of(cls, output: Any) -> HeldOutput:
         tensors: list[torch.Tensor] = []
-        template = _mapped(output, lambda tensor: tensors.append(tensor.clone()))
+        template = mapped(output, lambda tensor: tensors.append(tensor.clone()))
         return cls(template, tensors)
 
     def rebuilt(self) -> Any:
         """An output like the one that was returned, in memory of its own."""
         copies = iter([tensor.clone() for tensor in self._tensors])
-        return _mapped(self._template, lambda _: next(copies))
+        return mapped(self._template, lambda _: next(copies))
 
     def mixed(self, terms: Sequence[tuple[float, HeldOutput]]) -> HeldOutput:
         columns = zip(*(held._tensors for _, held in terms), strict=True)
@@ -53,25 +53,6 @@ class HeldOutput(Held):
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self._tensors)
-
-
-class _Slot:
-    """Where a tensor was in a template."""
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with every tensor, or every slot left by one, replaced."""
-    if isinstance(value, (torch.Tensor, _Slot)):
-        replaced = function(value)
-        return _Slot() if replaced is None else replaced
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _mapped(getattr(value, f.name), function) for f in dataclasses.fields(value)}
-        return type(value)(**fields)
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(item, function) for item in value])
-    return value
 
 
 class WholeSeam:
