@@ -76,7 +76,11 @@ def pages() -> dict[Path, str]:
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
         ),
         docs / "performance.md": with_parts(
-            docs / "performance.md", speed=speed(), processor=speed("processor", "speed_cpu.json"), host=host()
+            docs / "performance.md",
+            speed=speed(),
+            residuals=residuals(),
+            processor=speed("processor", "speed_cpu.json"),
+            host=host(),
         ),
         ROOT / "README.md": with_parts(
             ROOT / "README.md", models=short_models(), quality=quality(SHORT), speed=speed("in_short")
@@ -114,6 +118,24 @@ def speed(part: str = "markdown", results: str = "speed.json") -> str:
     """The tables of the speed benchmark from a result file: all of them, `in_short`, or those of the `processor`."""
     text: str = getattr(_benchmark("speed.table"), part)(ROOT / "benchmarks" / "results" / results)
     return text
+
+
+def residuals() -> str:
+    """What it costs to hold residuals in eight bits or on the host: memory and time on FLUX, quality on the box."""
+    results = ROOT / "benchmarks" / "results"
+    measured = json.loads((results / "quality.json").read_text("utf-8"))
+    of_place = {row["settings"]["hold_in"]: row for row in _held_rows(measured, "mag_cache")}
+    rows = [
+        [f"`{place}`", *cells, f"{of_place[place]['psnr']['mean']:.2f}", f"{of_place[place]['psnr']['p10']:.2f}"]
+        for place, cells in _benchmark("speed.table").residuals(results / "speed.json").items()
+    ]
+    head = ("`hold_in`", "held", "held step, GPU ms", "seconds of 50 steps", "PSNR, mean", "10th percentile")
+    return table(head, rows)
+
+
+def _held_rows(measured: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = measured["parts"]["residuals"]["rows"]
+    return [row for row in rows if row["method"].startswith(method)]
 
 
 def host() -> str:

@@ -37,7 +37,7 @@ def graphs(results: Results, tiny: bool = False, repeats: int = 5) -> None:
     for mode, how in modes.items():
         if not results.lacking(_identity(device, mode, label) for label in METHODS):
             continue
-        results.check_time(0 if mode == "eager" or tiny else 60)
+        results.check_time(0 if mode == "eager" or tiny else 40)
         torch._dynamo.reset()
         pipe = loaded(device)
         if mode != "eager":

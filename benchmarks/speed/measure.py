@@ -63,6 +63,7 @@ def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> 
         "gpu_forward_ms": _by_kind(course.gpu_forward, computed),
         "host_ms": _by_kind(course.host, computed),
         "peak_bytes": peak,
+        "held_bytes": session.held_bytes(),
         "waits": waits(lambda: _run(pipe, session, steps, COUNTED)) if pipe.cuda else None,
         "notes": session.notes(),
     }

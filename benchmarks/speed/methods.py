@@ -32,6 +32,7 @@ class Session:
     before: Callable[[int], None] | None = None
     trace: Callable[[], str | None] = lambda: None
     notes: Callable[[], list[str]] = list
+    held_bytes: Callable[[], int | None] = lambda: None
     caches: bool = True
 
 
@@ -59,7 +60,11 @@ def ours(method: str, **settings: Any) -> PutOn:
     @contextmanager
     def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
         with holdover.enable(pipe, method, **settings) as cache:
-            yield Session(trace=lambda: _trace(cache.stats()), notes=lambda: list(cache.stats().notes))
+            yield Session(
+                trace=lambda: _trace(cache.stats()),
+                notes=lambda: list(cache.stats().notes),
+                held_bytes=lambda: cache.stats().peak_bytes,
+            )
 
     return put_on
 

@@ -17,13 +17,16 @@ HEAD = (
     "held step, GPU ms",
     "held step, host ms",
     "waits in 10 steps",
+    "held",
     "memory",
 )
 MODES = {"eager": "eager", "compiled": "compiled blocks", "whole": "compiled as a whole"}
+BOX_MODES = ("eager", "compiled", "reduce-overhead")
 NONE_YET = "Nothing is measured yet: `python -m benchmarks.speed` writes `benchmarks/results/speed.json`."
 NONE_ON_PROCESSOR = (
     "Nothing is measured yet: `python -m benchmarks.speed --cpu` writes `benchmarks/results/speed_cpu.json`."
 )
+HELD_IN = ", held in "
 FIRST_PICTURE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
 
 Row = dict[str, Any]
@@ -46,7 +49,7 @@ def in_short(path: Path, model: str = "flux") -> str:
     figures = json.loads(path.read_text("utf-8"))
     rows = [row for row in figures["rows"] if row["section"] == "table" and row["model"] == model]
     by_name: dict[str, dict[str, Row]] = {}
-    for row in sorted((row for row in rows if row["label"] != "identical"), key=_rank):
+    for row in sorted((row for row in rows if row["label"] != "identical" and HELD_IN not in row["label"]), key=_rank):
         by_name.setdefault(f"{row['by']} {row['label']}".strip(), {})[row["mode"]] = row
     shown = [
         [name, _steps(of_mode), *(_seconds(of_mode.get(mode)) for mode in MODES)] for name, of_mode in by_name.items()
@@ -114,7 +117,8 @@ def line(row: Row, plain: Row) -> list[str]:
         _figure(row["gpu_forward_ms"]["held"], ".3f"),
         _figure(row["host_ms"]["held"], ".2f"),
         _waits(row, plain),
-        _figure(_megabytes(row), "+.0f MB"),
+        _figure(_megabytes(row.get("held_bytes")), ".0f MB"),
+        _figure(_megabytes(row.get("bytes_over_uncached")), "+.0f MB"),
     ]
 
 
@@ -135,9 +139,21 @@ def _waits(row: Row, plain: Row) -> str:
     return str(sum(own[kind] - usual[kind] for kind in ("operations", "events")))
 
 
-def _megabytes(row: Row) -> float | None:
-    extra = row.get("bytes_over_uncached")
-    return None if extra is None else extra / 1e6
+def _megabytes(count: int | None) -> float | None:
+    return None if count is None else count / 1e6
+
+
+def residuals(path: Path, model: str = "flux", mode: str = "eager") -> dict[str, list[str]]:
+    """By where residuals are held: megabytes, milliseconds of a held step and seconds of MagCache on one model."""
+    rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+    found = {}
+    for row in rows:
+        label, _, place = row["label"].partition(HELD_IN)
+        of_table = (row["section"], row["model"], row["mode"], row["by"]) == ("table", model, mode, "holdover")
+        if of_table and label == "mag_cache 0.24/5/0.1" and "raised" not in row:
+            held = _figure(_megabytes(row.get("held_bytes")), ".1f MB")
+            found[place or "device"] = [held, f"{row['gpu_forward_ms']['held']:.3f}", f"{row['seconds']:.2f}"]
+    return found
 
 
 def growth(rows: Sequence[Row]) -> str:
@@ -158,8 +174,9 @@ def _grown(row: Row) -> list[str]:
 
 
 def box(rows: Sequence[Row]) -> str:
-    """The model in the box on the card."""
-    shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in rows if row["section"] == "box"]
+    """The model in the box on the card, eager first."""
+    of_box = sorted((row for row in rows if row["section"] == "box"), key=lambda row: BOX_MODES.index(row["mode"]))
+    shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in of_box]
     head = ("device", "mode", "method", "seconds a picture", "over eager, no cache")
     return f"**The model in the box, one picture of 50 steps**\n\n{table(head, shown)}" if shown else ""
 
@@ -197,7 +214,8 @@ def _made(turn: Row) -> str:
 def _boxed(row: Row) -> list[str]:
     if "raised" in row:
         return [f"raises {row['raised']}", ""]
-    return [f"{row['wall_s']:.3f}", _times(row.get("speedup"))]
+    is_base = (row["mode"], row["label"]) == ("eager", "no cache")
+    return [f"{row['wall_s']:.3f}", "" if is_base else _times(row.get("speedup"))]
 
 
 def where(runs: Sequence[Row], rows: Iterable[Row]) -> str:
