@@ -61,6 +61,19 @@ def test_no_step_is_compiled_twice(method, way, order, expected):
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
+def test_enabling_again_compiles_nothing(method, expected):
+    torch._dynamo.reset()
+    pipe = TINY.build()
+    compile_whole(pipe, "in place")
+    with holdover.enable(pipe, method, **METHODS[method][0]):
+        assert torch.equal(result(pipe), expected[method])
+    counters.clear()
+    with holdover.enable(pipe, method, **METHODS[method][0]):
+        assert torch.equal(result(pipe), expected[method])
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_full_graph_is_possible(method, expected):
     torch._dynamo.reset()
     pipe = TINY.build()

@@ -10,10 +10,13 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import EnableError
 
 _MARK = "_holdover_adopted"
+_OWN = set(vars(type("Empty", (), {}))) | {"__qualname__", "__reduce_ex__"}  # what a private class has at rest
+_PRIVATE: WeakKeyDictionary[Any, type] = WeakKeyDictionary()
 
 
 def adoptions_of(instance: object) -> Adoptions | None:
@@ -34,18 +37,9 @@ class Adoptions:
         base = type(instance)
         if adoptions_of(instance) is not None:
             raise EnableError(f"There already is a holdover cache here (on a {base.__name__}): disable() it first.")
-        private = type(
-            base.__name__,
-            (base,),
-            {
-                **methods,
-                _MARK: self,
-                "__module__": base.__module__,
-                "__qualname__": base.__qualname__,
-                "__doc__": base.__doc__,
-                "__reduce_ex__": _reduce_as(base),
-            },
-        )
+        private = _private(instance, base)
+        for name, method in (*methods.items(), (_MARK, self)):
+            setattr(private, name, method)
         instance.__class__ = private
         self._adopted.append((instance, base, private))
         return base
@@ -83,6 +77,24 @@ def _restore(instance: Any, base: type, private: type) -> None:
             "undo that first, then disable() again."
         )
     instance.__class__ = base
+    for name in set(vars(private)) - _OWN:
+        delattr(private, name)
+
+
+def _private(instance: Any, base: type) -> type:
+    """A subclass for this instance alone: the one it had before, so that what was compiled for it still is."""
+    try:
+        known = _PRIVATE.get(instance)
+        if known is None or known.__bases__ != (base,):
+            known = _PRIVATE[instance] = _subclass(base)
+        return known
+    except TypeError:  # an instance that cannot be a key
+        return _subclass(base)
+
+
+def _subclass(base: type) -> type:
+    own = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), own | {"__reduce_ex__": _reduce_as(base)})
 
 
 def _reduce_as(base: type) -> Callable[[Any, Any], Any]:
