@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def pages() -> dict[Path, str]:
         docs / "reference.md": reference_page(),
         **{page: with_parts(page, settings=table) for page, table in by_method.items()},
         docs / "methods" / "plan.md": with_parts(
-            docs / "methods" / "plan.md", settings=settings("plan"), quality=quality()
+            docs / "methods" / "plan.md", settings=settings("plan"), quality=quality(), lead=lead()
         ),
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
@@ -191,6 +191,25 @@ def quality(methods: Sequence[str] = ()) -> str:
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
     head = ("computed of 50 steps", *map(str, SHOWN))
     return f"{table(head, rows)}\n\nPSNR in dB to the uncached picture, mean / 10th percentile. {made}."
+
+
+def lead() -> str:
+    """By how much a plan is ahead of the best other row, and how many times its steps that one needs for the same."""
+    measured = json.loads(QUALITY.read_text("utf-8"))
+    entries = [e for e in measured["verdict"]["50 steps"][_benchmark("quality.verdict").PLAN] if e["wanted"] in SHOWN]
+    rows = [
+        ("dB ahead of the best other row", *(_both(entry, lambda found: f"{found['lead']:.1f}") for entry in entries)),
+        ("steps the best other needs for the same", *(_both(entry, _times) for entry in entries)),
+    ]
+    return table(("computed of 50 steps", *(str(entry["wanted"]) for entry in entries)), rows)
+
+
+def _both(entry: dict[str, Any], told: Callable[[dict[str, Any]], str]) -> str:
+    return " / ".join(told(entry[figure]) for figure in ("mean", "p10"))
+
+
+def _times(found: dict[str, Any]) -> str:
+    return f"{'over ' if found['ratio_is_at_least'] else ''}{found['ratio']:.2f}x"
 
 
 # Settings.
