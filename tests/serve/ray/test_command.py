@@ -54,7 +54,7 @@ def test_it_serves_until_sigterm_and_finishes_what_runs() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow)
-        assert begun.wait(60)
+        assert begun.wait(180)
         assert server.stop(timeout=120) == 0, server.log
         assert "image_generation.completed" in following.result()
     with pytest.raises(httpx.ConnectError):
