@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 from ..errors import EnableError
 
 _MARK = "_holdover_adopted"
-_OWN = set(vars(type("Empty", (), {}))) | {"__qualname__", "__reduce_ex__"}  # what a private class has at rest
-_PRIVATE: WeakKeyDictionary[Any, type] = WeakKeyDictionary()
+_PRIVATE: dict[int, type] = {}  # by the id of an instance, as long as it lives
 
 
 def adoptions_of(instance: object) -> Adoptions | None:
@@ -25,11 +25,32 @@ def adoptions_of(instance: object) -> Adoptions | None:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class _Adopted:
+    """One instance, the class it had, the one it has, and what that was given."""
+
+    instance: Any
+    base: type
+    private: type
+    given: tuple[str, ...]
+
+    def restore(self) -> None:
+        """Give the instance its class back, and leave the private one empty."""
+        if type(self.instance) is not self.private:
+            raise EnableError(
+                f"{self.base.__name__} changed its class to {type(self.instance).__name__} after the cache was "
+                "enabled: undo that first, then disable() again."
+            )
+        self.instance.__class__ = self.base
+        for name in self.given:
+            delattr(self.private, name)
+
+
 class Adoptions:
     """A set of adopted instances that are released together: all or nothing."""
 
     def __init__(self) -> None:
-        self._adopted: list[tuple[Any, type, type]] = []
+        self._adopted: list[_Adopted] = []
         self.owner: object = None
 
     def adopt(self, instance: Any, methods: Mapping[str, Callable[..., Any]]) -> type:
@@ -37,25 +58,25 @@ class Adoptions:
         base = type(instance)
         if adoptions_of(instance) is not None:
             raise EnableError(f"There already is a holdover cache here (on a {base.__name__}): disable() it first.")
-        private = _private(instance, base)
-        for name, method in (*methods.items(), (_MARK, self)):
-            setattr(private, name, method)
+        private, given = _private(instance, base), {**methods, _MARK: self}
+        for name, value in given.items():
+            setattr(private, name, value)
         instance.__class__ = private
-        self._adopted.append((instance, base, private))
+        self._adopted.append(_Adopted(instance, base, private, tuple(given)))
         return base
 
     def holds(self, instance: object) -> bool:
         """Whether this set adopted the instance."""
-        return any(adopted is instance for adopted, _, _ in self._adopted)
+        return any(adopted.instance is instance for adopted in self._adopted)
 
     def release(self, instance: object) -> None:
         """Give one instance its class back."""
         kept = []
-        for adopted, base, private in self._adopted:
-            if adopted is not instance:
-                kept.append((adopted, base, private))
+        for adopted in self._adopted:
+            if adopted.instance is not instance:
+                kept.append(adopted)
             else:
-                _restore(adopted, base, private)
+                adopted.restore()
         self._adopted = kept
 
     def release_all(self) -> None:
@@ -63,33 +84,25 @@ class Adoptions:
         errors = []
         while self._adopted:
             try:
-                _restore(*self._adopted.pop())
+                self._adopted.pop().restore()
             except EnableError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
 
-def _restore(instance: Any, base: type, private: type) -> None:
-    if type(instance) is not private:
-        raise EnableError(
-            f"{base.__name__} changed its class to {type(instance).__name__} after the cache was enabled: "
-            "undo that first, then disable() again."
-        )
-    instance.__class__ = base
-    for name in set(vars(private)) - _OWN:
-        delattr(private, name)
-
-
 def _private(instance: Any, base: type) -> type:
     """A subclass for this instance alone: the one it had before, so that what was compiled for it still is."""
-    try:
-        known = _PRIVATE.get(instance)
-        if known is None or known.__bases__ != (base,):
-            known = _PRIVATE[instance] = _subclass(base)
+    known = _PRIVATE.get(id(instance))
+    if known is not None and known.__bases__ == (base,):
         return known
-    except TypeError:  # an instance that cannot be a key
-        return _subclass(base)
+    made = _subclass(base)
+    try:
+        finalize(instance, _PRIVATE.pop, id(instance), None).atexit = False
+    except TypeError:  # nobody would say when it is gone
+        return made
+    _PRIVATE[id(instance)] = made
+    return made
 
 
 def _subclass(base: type) -> type:
