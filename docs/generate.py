@@ -123,19 +123,14 @@ def speed(part: str = "markdown", results: str = "speed.json") -> str:
 def residuals() -> str:
     """What it costs to hold residuals in eight bits or on the host: memory and time on FLUX, quality on the box."""
     results = ROOT / "benchmarks" / "results"
-    measured = json.loads((results / "quality.json").read_text("utf-8"))
-    of_place = {row["settings"]["hold_in"]: row for row in _held_rows(measured, "mag_cache")}
+    tried = json.loads(QUALITY.read_text("utf-8"))["parts"]["residuals"]["rows"]
+    of_place = {row["settings"]["hold_in"]: row for row in tried if row["method"].startswith("mag_cache")}
     rows = [
         [f"`{place}`", *cells, f"{of_place[place]['psnr']['mean']:.2f}", f"{of_place[place]['psnr']['p10']:.2f}"]
         for place, cells in _benchmark("speed.table").residuals(results / "speed.json").items()
     ]
     head = ("`hold_in`", "held", "held step, GPU ms", "seconds of 50 steps", "PSNR, mean", "10th percentile")
     return table(head, rows)
-
-
-def _held_rows(measured: dict[str, Any], method: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = measured["parts"]["residuals"]["rows"]
-    return [row for row in rows if row["method"].startswith(method)]
 
 
 def host() -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdover.profiles import Profile
 
+from ..speed.methods import MAG
 from .bench import Bench, Course, Row
 from .plans import plan
 from .ways import cached
@@ -58,7 +59,7 @@ def residuals(bench: Bench) -> dict[str, Any]:
     course = Course(bench.scale.steps)
     common: dict[str, Any] = {"profile": bench.profile_file(course)}
     methods = {
-        "mag_cache": {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1},
+        "mag_cache": MAG,
         "tea_cache": {"rel_l1_thresh": 0.4},
     }
     return {

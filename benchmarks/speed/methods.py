@@ -16,6 +16,7 @@ from holdover.plan.schedules import growing
 from holdover.profiles import MagCacheProfile, shipped
 
 from .loop import BRANCH, Pipeline
+from .table import HELD_IN
 
 EVERY = 4  # a forced schedule computes every fourth step and the last: 14 of 50
 MAG = {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}
@@ -181,7 +182,7 @@ def candidates(ratios: str, everything: bool) -> list[Candidate]:
         ),
         *(
             Candidate(
-                f"mag_cache 0.24/5/0.1, held in {place}",
+                f"mag_cache 0.24/5/0.1{HELD_IN}{place}",
                 "holdover",
                 ours("mag_cache", profile=ratios, hold_in=place, **MAG),
                 "no blocks",
