@@ -46,8 +46,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> dict[str, Any]:
+    gc.collect()  # what an earlier row left must not count here; before the warm-up, because a card that idles slows down
     _run(pipe, session, steps, WARM)
-    gc.collect()  # what an earlier row left must not count here
     if pipe.cuda:
         torch.cuda.reset_peak_memory_stats()
     course = _run(pipe, session, steps, stop)
@@ -59,6 +59,7 @@ def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> 
         "computed": sum(computed),
         "held": len(computed) - sum(computed),
         "trace": "".join("C" if c else "h" for c in computed),
+        "step_ms": [round(time, 3) for time in course.gpu],
         "gpu_ms": _by_kind(course.gpu, computed),
         "gpu_forward_ms": _by_kind(course.gpu_forward, computed),
         "host_ms": _by_kind(course.host, computed),
@@ -126,9 +127,8 @@ def identity(pipe: Pipeline, ratios: str, steps: int) -> dict[str, bool | str]:
     return found
 
 
-def against_ideal(row: dict[str, Any], floor_ms: float | None) -> dict[str, Any]:
-    """The least this row could take: its own median computed step, and the floor for those that are held."""
-    own = row["gpu_ms"]
-    floor = floor_ms if floor_ms is not None else own["held"] or 0.0
-    ideal = (row["computed"] * (own["computed"] or 0.0) + row["held"] * floor) / 1e3
+def against_ideal(row: dict[str, Any], step_ms: float, floor_ms: float | None) -> dict[str, Any]:
+    """The least this row could take: so long for each computed step, and the floor for those that are held."""
+    floor = floor_ms if floor_ms is not None else row["gpu_ms"]["held"] or 0.0
+    ideal = (row["computed"] * step_ms + row["held"] * floor) / 1e3
     return {"floor_ms": floor, "ideal_s": ideal, "over_ideal": row["wall_s"] / ideal - 1}

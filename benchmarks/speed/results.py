@@ -54,9 +54,15 @@ class Results:
         self._figures["rows"] = [*rows, row]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".part")
-        written.write_text(json.dumps(self._figures, indent=1) + "\n")
+        written.write_text(_text(self._figures))
         os.replace(written, self._path)
-        print(json.dumps({k: v for k, v in row.items() if k not in ("notes", "trace")}), flush=True)
+        print(json.dumps({k: v for k, v in row.items() if k not in ("notes", "trace", "step_ms")}), flush=True)
+
+
+def _text(figures: dict[str, Any]) -> str:
+    """JSON with a line for each run and each row: rows carry the times of all their steps."""
+    lists = (f'"{name}": [\n' + ",\n".join(map(json.dumps, entries)) + "\n]" for name, entries in figures.items())
+    return "{\n" + ",\n".join(lists) + "\n}\n"
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

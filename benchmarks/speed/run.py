@@ -107,8 +107,13 @@ class Table:
             row = measured(pipe, candidate, self._options.steps)
             if "raised" not in row:
                 row |= {"seconds": row["wall_s"]} | self._beside_uncached(row, mode)
-                row |= against_ideal(row, self._floors.get(candidate.floor or ""))
+                row |= against_ideal(row, self._uncached_step_ms(mode), self._floors.get(candidate.floor or ""))
             self._results.add(asked | {"forced": candidate.forced} | row)
+
+    def _uncached_step_ms(self, mode: str) -> float:
+        """The mean: single steps of a card at its power limit differ by a tenth."""
+        plain = self._uncached[mode]
+        return float(plain["wall_s"] * 1e3 / plain["measured_steps"])
 
     def _identical(self, pipe: Pipeline, mode: str) -> None:
         asked = self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
@@ -193,5 +198,5 @@ def _grown(pipe: Pipeline, candidate: Candidate, steps: int) -> dict[str, Any]:
     row = measured(pipe, candidate, steps)
     if "raised" in row:
         return row
-    row |= against_ideal(row, floor)
+    row |= against_ideal(row, row["gpu_ms"]["computed"], floor)
     return row | {"overhead_ms_per_step": (row["wall_s"] - row["ideal_s"]) * 1e3 / steps}

@@ -291,7 +291,7 @@ def live_tensors():
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-@pytest.mark.parametrize(
+EACH_KIND = pytest.mark.parametrize(
     ("method", "settings"),
     [
         ("mag_cache", MAG),
@@ -299,6 +299,24 @@ def live_tensors():
         ("plan", {"schedule": (0, 1, 4, 8), "predictor": "newton"}),
     ],
 )
+
+
+@EACH_KIND
+def test_the_check_of_a_new_model_leaves_no_tensors_to_the_garbage_collector(flux, method, settings):
+    tiny, pipe = flux
+    with holdover.enable(pipe, method, **settings):
+        gc.collect()
+        gc.disable()
+        try:
+            run(pipe, **tiny.call(steps=12))
+            left = live_tensors()
+        finally:
+            gc.enable()
+        gc.collect()
+        assert live_tensors() == left
+
+
+@EACH_KIND
 def test_no_step_leaves_tensors_to_the_garbage_collector(flux, method, settings):
     tiny, pipe = flux
     counts = []

@@ -154,10 +154,13 @@ class Seam:
         """What is held, in the form in which it replays."""
         if not self._unit.compiled:
             return self._check(call, choice, computed, held)
-        run = call.passes.compute(choice.cut, choice.lumped, _begin(call, choice.cut))
+        run = choice.computing(call.passes, _begin(call, choice.cut))
         run.witness = {}
-        output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
-        self._check(call, choice, (output, run.witness), run.held)
+        try:
+            output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
+            self._check(call, choice, (output, run.witness), run.held)
+        finally:
+            run.start()
         return held.lumped() if choice.lumped and isinstance(held, Residuals) else held
 
     def _check(self, call: Call, choice: CutChoice, computed: Any, computed_held: Held) -> Held:
@@ -167,10 +170,13 @@ class Seam:
         if isinstance(computed_held, Residuals) and choice.cut.groups < len(choice.cut.chains):
             options.insert(0, computed_held.lumped())
         for option in options:
-            run = call.passes.hold(choice.cut, option, _begin(call, choice.cut))
+            run = choice.holding(call.passes, option, _begin(call, choice.cut))
             run.witness = {}
-            held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), run.witness)
-            run.done()
+            try:
+                held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), run.witness)
+                run.done()
+            finally:
+                run.start()
             lumped = option is not computed_held
             report = compare(self._unit.class_name, computed, held, choice.cut, lumped)
             reports.append(agreed(self._unit.groups, report))
@@ -198,9 +204,11 @@ class Seam:
             run = ComputePass(cut, lumped=False)
             run.witness = {}
             again(run)
+            left = run.witness
+            run.start()
             main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
-            hidden = [t for group, t in run.witness.items() if group in main]
-            return (hidden[-1], *(t for group, t in run.witness.items() if group not in main))
+            hidden = [t for group, t in left.items() if group in main]
+            return (hidden[-1], *(t for group, t in left.items() if group not in main))
 
         temb = next((block[name] for name in _TEMB if isinstance(block.get(name), torch.Tensor)), signal)
         return CacheContext(
