@@ -46,7 +46,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> dict[str, Any]:
-    gc.collect()  # what an earlier row left must not count here; before the warm-up, because a card that idles slows down
+    gc.collect()  # what an earlier row left must not count here
     _run(pipe, session, steps, WARM)
     if pipe.cuda:
         torch.cuda.reset_peak_memory_stats()
