@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -287,6 +288,19 @@ def test_refresh_checks_what_it_is_given(flux):
         cache.refresh(pipe.transformer, 12, verbose=False)
 
 
+@contextmanager
+def no_collector():
+    """Nothing but counting references frees memory here, and only what is made from now on is looked through."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 def live_tensors():
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
@@ -304,14 +318,9 @@ EACH_KIND = pytest.mark.parametrize(
 @EACH_KIND
 def test_the_check_of_a_new_model_leaves_no_tensors_to_the_garbage_collector(flux, method, settings):
     tiny, pipe = flux
-    with holdover.enable(pipe, method, **settings):
-        gc.collect()
-        gc.disable()
-        try:
-            run(pipe, **tiny.call(steps=12))
-            left = live_tensors()
-        finally:
-            gc.enable()
+    with holdover.enable(pipe, method, **settings), no_collector():
+        run(pipe, **tiny.call(steps=12))
+        left = live_tensors()
         gc.collect()
         assert live_tensors() == left
 
@@ -327,14 +336,10 @@ def test_no_step_leaves_tensors_to_the_garbage_collector(flux, method, settings)
 
     with holdover.enable(pipe, method, **settings):
         run(pipe, **tiny.call(steps=12))
-        gc.collect()
-        gc.disable()
-        try:
+        with no_collector():
             run(pipe, **tiny.call(steps=12), callback_on_step_end=count)
             left = live_tensors()
-        finally:
-            gc.enable()
-        gc.collect()
-        assert live_tensors() == left
+            gc.collect()
+            assert live_tensors() == left
     most = 4 if method == "plan" else 1  # outputs that a plan weighs, residuals and a signal that others keep
     assert max(counts) - min(counts[:-1]) <= most

@@ -54,7 +54,7 @@ class Server(Client):
             [HOLDOVER, "serve", "--port", "0", *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**os.environ, **(environment or {})},
         )
         super().__init__(self._address())
 

@@ -20,7 +20,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two drew and decided; a rank that waits for ever is an error."""
     folder = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join(map(str, (HERE / "standin", HERE, HERE.parent)))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": path}
     words = [sys.executable, str(HERE / "ranks_script.py"), str(folder)]
     running = [
         subprocess.Popen([*words, rank], stderr=subprocess.PIPE, text=True, env=environment) for rank in ("0", "1")
