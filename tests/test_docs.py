@@ -19,9 +19,11 @@ import diffusers.utils.logging
 import pytest
 import torch
 import transformers.utils.logging
+from typer.testing import CliRunner
 
 import holdover
 from holdover import selector
+from holdover.cli import app
 from holdover.magcache import strategy
 from holdover.models import extractors, registry
 from tiny.prompted import prompted_flux, prompted_wan
@@ -133,11 +135,10 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_command_line_works(command: str) -> None:
-    program = Path(sys.executable).with_name("holdover")
-    words = shlex.split(command)[1:]
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+def test_every_command_of_the_command_line_works(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 
 

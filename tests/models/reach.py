@@ -17,7 +17,7 @@ from holdover.models.arguments import tensors_in
 from holdover.runtime.replay import ReplayReport
 from tiny.models import MODELS, TinyModel, transformer_classes, with_timestep
 
-STEPS = 12
+STEPS = 8
 TABLE = Path(__file__).resolve().parents[2] / "src/holdover/models/support.json"
 
 

@@ -9,7 +9,7 @@ import holdover
 from snapshots import denoiser, differences
 from tiny.pipelines import PIPELINES, run
 
-STEPS = 12
+STEPS = 8
 TEA = {"coefficients": [1.0, 0.0]}
 MAG = {"mag_ratios": [1.01] * STEPS}
 NOTHING = [("tea_cache", {**TEA, "rel_l1_thresh": 0.0}), ("mag_cache", {**MAG, "mag_threshold": 0.0}), ("none", {})]
