@@ -70,7 +70,12 @@ def pages() -> dict[Path, str]:
         docs / "reference.md": reference_page(),
         **{page: with_parts(page, settings=table) for page, table in by_method.items()},
         docs / "methods" / "plan.md": with_parts(
-            docs / "methods" / "plan.md", settings=settings("plan"), quality=quality(), lead=lead()
+            docs / "methods" / "plan.md",
+            settings=settings("plan"),
+            quality=quality(),
+            lead=lead(),
+            quality_28=quality(steps=28),
+            lead_28=lead(28),
         ),
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
@@ -162,7 +167,7 @@ def _benchmark(module: str) -> Any:
 # Quality.
 
 QUALITY = ROOT / "benchmarks" / "results" / "quality.json"
-SHOWN = (6, 8, 10, 12, 15, 20, 25)
+SHOWN = {50: (6, 8, 10, 12, 15, 20, 25), 28: (6, 8, 10, 14)}
 SHORT = (
     "plan, guard off",
     "cache_dit DBCache + TaylorSeer 1",
@@ -173,30 +178,30 @@ SHORT = (
 )
 
 
-def quality(methods: Sequence[str] = ()) -> str:
-    """PSNR, mean and 10th percentile, by computed steps of 50, from the quality benchmark."""
+def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
+    """PSNR, mean and 10th percentile, by computed steps, from the quality benchmark."""
     measured = json.loads(QUALITY.read_text("utf-8"))
     cells: dict[str, dict[int, str]] = {}
-    for row in _benchmark("quality.verdict").rows_of(measured, 50):
-        if row["wanted"] in SHOWN:
-            figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
-            cells.setdefault(row["method"], {})[row["wanted"]] = figures
+    for row in _benchmark("quality.verdict").rows_of(measured, steps):
+        figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
+        cells.setdefault(row["method"], {})[row["wanted"]] = figures
     names = methods or sorted(cells, key=lambda name: (not name.startswith("plan"), name))
-    rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN)) for n in names]
+    rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN[steps])) for n in names]
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
-    head = ("computed of 50 steps", *map(str, SHOWN))
+    head = (f"computed of {steps} steps", *map(str, SHOWN[steps]))
     return f"{table(head, rows)}\n\nPSNR in dB to the uncached picture, mean / 10th percentile. {made}."
 
 
-def lead() -> str:
+def lead(steps: int = 50) -> str:
     """By how much a plan is ahead of the best other row, and how many times its steps that one needs for the same."""
     measured = json.loads(QUALITY.read_text("utf-8"))
-    entries = [e for e in measured["verdict"]["50 steps"][_benchmark("quality.verdict").PLAN] if e["wanted"] in SHOWN]
+    judged = measured["verdict"][f"{steps} steps"][_benchmark("quality.verdict").PLAN]
+    entries = [entry for entry in judged if entry["wanted"] in SHOWN[steps]]
     rows = [
         ("dB ahead of the best other row", *(_both(entry, lambda found: f"{found['lead']:.1f}") for entry in entries)),
         ("steps the best other needs for the same", *(_both(entry, _times) for entry in entries)),
     ]
-    return table(("computed of 50 steps", *(str(entry["wanted"]) for entry in entries)), rows)
+    return table((f"computed of {steps} steps", *(str(entry["wanted"]) for entry in entries)), rows)
 
 
 def _both(entry: dict[str, Any], told: Callable[[dict[str, Any]], str]) -> str:
@@ -204,7 +209,9 @@ def _both(entry: dict[str, Any], told: Callable[[dict[str, Any]], str]) -> str:
 
 
 def _times(found: dict[str, Any]) -> str:
-    return f"{'over ' if found['ratio_is_at_least'] else ''}{found['ratio']:.2f}x"
+    if found["ratio_is_at_least"]:
+        return f"over {found['ratio']:.2f}x" if found["ratio"] > 1 else "more than measured"
+    return f"{found['ratio']:.2f}x"
 
 
 # Settings.

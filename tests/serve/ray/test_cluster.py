@@ -31,7 +31,6 @@ ENVIRONMENT = os.environ | {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(16),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
 }
 STARTED = "mag_cache", json.loads(MAG)
 ARGS: dict[str, Any] = {
