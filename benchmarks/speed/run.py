@@ -107,13 +107,16 @@ class Table:
             row = measured(pipe, candidate, self._options.steps)
             if "raised" not in row:
                 row |= {"seconds": row["wall_s"]} | self._beside_uncached(row, mode)
-                row |= against_ideal(row, self._uncached_step_ms(mode), self._floors.get(candidate.floor or ""))
+                row |= self._beside_ideal(row, mode, candidate)
             self._results.add(asked | {"forced": candidate.forced} | row)
 
-    def _uncached_step_ms(self, mode: str) -> float:
-        """The mean: single steps of a card at its power limit differ by a tenth."""
+    def _beside_ideal(self, row: dict[str, Any], mode: str, candidate: Candidate) -> dict[str, Any]:
+        """A computed step counts with the mean of the uncached run: single ones differ by a tenth at a power limit."""
         plain = self._uncached[mode]
-        return float(plain["wall_s"] * 1e3 / plain["measured_steps"])
+        if "wall_s" not in plain:
+            return {}
+        step_ms = plain["wall_s"] * 1e3 / plain["measured_steps"]
+        return against_ideal(row, step_ms, self._floors.get(candidate.floor or ""))
 
     def _identical(self, pipe: Pipeline, mode: str) -> None:
         asked = self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
