@@ -111,7 +111,7 @@ class Table:
             self._results.add(asked | {"forced": candidate.forced} | row)
 
     def _beside_ideal(self, row: dict[str, Any], mode: str, candidate: Candidate) -> dict[str, Any]:
-        """A computed step counts with the mean of the uncached run: single ones differ by a tenth at a power limit."""
+        """A computed step counts with the mean of the uncached run: single ones differ by a tenth."""
         plain = self._uncached[mode]
         if "wall_s" not in plain:
             return {}
