@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def speed(part: str = "markdown", results: str = "speed.json") -> str:
 def residuals() -> str:
     """What it costs to hold residuals in eight bits or on the host: memory and time on FLUX, quality on the box."""
     results = ROOT / "benchmarks" / "results"
-    tried = json.loads(QUALITY.read_text("utf-8"))["parts"]["residuals"]["rows"]
+    tried = _quality_figures()["parts"]["residuals"]["rows"]
     of_place = {row["settings"]["hold_in"]: row for row in tried if row["method"].startswith("mag_cache")}
     rows = [
         [f"`{place}`", *cells, f"{of_place[place]['psnr']['mean']:.2f}", f"{of_place[place]['psnr']['p10']:.2f}"]
@@ -178,9 +179,16 @@ SHORT = (
 )
 
 
+@cache
+def _quality_figures() -> dict[str, Any]:
+    """The result file of the quality benchmark, read once for all its tables."""
+    figures: dict[str, Any] = json.loads(QUALITY.read_text("utf-8"))
+    return figures
+
+
 def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
     """PSNR, mean and 10th percentile, by computed steps, from the quality benchmark."""
-    measured = json.loads(QUALITY.read_text("utf-8"))
+    measured = _quality_figures()
     cells: dict[str, dict[int, str]] = {}
     for row in _benchmark("quality.verdict").rows_of(measured, steps):
         figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
@@ -194,7 +202,7 @@ def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
 
 def lead(steps: int = 50) -> str:
     """By how much a plan is ahead of the best other row, and how many times its steps that one needs for the same."""
-    measured = json.loads(QUALITY.read_text("utf-8"))
+    measured = _quality_figures()
     judged = measured["verdict"][f"{steps} steps"][_benchmark("quality.verdict").PLAN]
     entries = [entry for entry in judged if entry["wanted"] in SHOWN[steps]]
     rows = [

@@ -59,7 +59,7 @@ def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> 
         "computed": sum(computed),
         "held": len(computed) - sum(computed),
         "trace": "".join("C" if c else "h" for c in computed),
-        "step_ms": [round(time, 3) for time in course.gpu],
+        "step_ms": list(course.gpu),
         "gpu_ms": _by_kind(course.gpu, computed),
         "gpu_forward_ms": _by_kind(course.gpu_forward, computed),
         "host_ms": _by_kind(course.host, computed),

@@ -113,9 +113,9 @@ class Table:
     def _beside_ideal(self, row: dict[str, Any], mode: str, candidate: Candidate) -> dict[str, Any]:
         """A computed step counts with the mean of the uncached run: single ones differ by a tenth."""
         plain = self._uncached[mode]
-        if "wall_s" not in plain:
+        if "seconds" not in plain:
             return {}
-        step_ms = plain["wall_s"] * 1e3 / plain["measured_steps"]
+        step_ms = plain["seconds"] * 1e3 / self._options.steps
         return against_ideal(row, step_ms, self._floors.get(candidate.floor or ""))
 
     def _identical(self, pipe: Pipeline, mode: str) -> None:

@@ -5,7 +5,8 @@ The model's own loop makes the calls; a pass answers them in order along the cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,16 @@ class _AlongCut(BlockByBlock):
     def start(self, position: int = 0) -> None:
         """Forget the last forward: the next call is the one at `position`."""
         self._position, self.witness = position, None
+
+    @contextmanager
+    def witnessed(self) -> Iterator[dict[int, torch.Tensor]]:
+        """What leaves each segment of the forward that runs meanwhile; afterwards the pass keeps nothing of it."""
+        left: dict[int, torch.Tensor] = {}
+        self.witness = left
+        try:
+            yield left
+        finally:
+            self.start()
 
     def _advance(self, blocks: str, index: int) -> tuple[int, BlockCall]:
         position, self._position = self._position, self._position + 1

@@ -155,12 +155,9 @@ class Seam:
         if not self._unit.compiled:
             return self._check(call, choice, computed, held)
         run = choice.computing(call.passes, _begin(call, choice.cut))
-        run.witness = {}
-        try:
+        with run.witnessed() as left:
             output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
-            self._check(call, choice, (output, run.witness), run.held)
-        finally:
-            run.start()
+            self._check(call, choice, (output, left), run.held)
         return held.lumped() if choice.lumped and isinstance(held, Residuals) else held
 
     def _check(self, call: Call, choice: CutChoice, computed: Any, computed_held: Held) -> Held:
@@ -171,12 +168,9 @@ class Seam:
             options.insert(0, computed_held.lumped())
         for option in options:
             run = choice.holding(call.passes, option, _begin(call, choice.cut))
-            run.witness = {}
-            try:
-                held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), run.witness)
+            with run.witnessed() as left:
+                held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), left)
                 run.done()
-            finally:
-                run.start()
             lumped = option is not computed_held
             report = compare(self._unit.class_name, computed, held, choice.cut, lumped)
             reports.append(agreed(self._unit.groups, report))
@@ -202,10 +196,8 @@ class Seam:
 
         def run_transformer_blocks() -> tuple[torch.Tensor, ...]:
             run = ComputePass(cut, lumped=False)
-            run.witness = {}
-            again(run)
-            left = run.witness
-            run.start()
+            with run.witnessed() as left:
+                again(run)
             main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
             hidden = [t for group, t in left.items() if group in main]
             return (hidden[-1], *(t for group, t in left.items() if group not in main))
