@@ -23,8 +23,8 @@ class Scale:
     other_steps: tuple[tuple[int, tuple[int, ...]], ...] = ((28, (10, 15)), (20, (10, 15)))
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
-    polished_on: int = 64
-    trials: int = 12
+    polished_on: int = 128
+    trials: int = 30
     searched: int = 32
     tries: int = 8
     halvings: int = 6

@@ -27,25 +27,30 @@ def test_the_frontier_has_every_budget_and_is_never_worse_than_what_is_known(ste
     assert list(made.frontier) == list(range(1, steps + 1))
     for count, choice in made.frontier.items():
         assert len(choice.computed) == count
-        assert choice == made.judged(choice.computed, choice.origin)
+        again = made.judged(choice.computed, choice.origin)
+        assert (choice.cost, choice.error) == pytest.approx((again.cost, again.error))
         for name, schedule in known(steps, count):
-            assert choice.cost <= made.judged(schedule, name).cost
+            assert choice.cost <= made.judged(schedule, name).cost * (1 + 1e-9)
     assert made.frontier[steps].cost == 0.0
+
+
+def costs_that_count(frontier):
+    """Costs down to 60 dB below that of one computed step: below that, errors that cancel by chance decide."""
+    costs = [choice.cost for choice in frontier.values()]
+    return [max(cost, 1e-6 * costs[0]) for cost in costs]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_more_computed_steps_never_cost_more(seed):
-    costs = [choice.cost for choice in planner(28, seed).frontier.values()]
+    costs = costs_that_count(planner(28, seed).frontier)
     assert costs == sorted(costs, reverse=True)
 
 
 @pytest.mark.parametrize("steps", [16, 28, 50])
-def test_more_computed_steps_never_cost_more_on_rough_trajectories_either_while_a_fifth_is_held(steps):
-    """Where all but a few steps are computed, two held errors may cancel that would not have done so alone."""
+def test_more_computed_steps_never_cost_more_on_rough_trajectories_either(steps):
     noise = falling(steps)
     kernel = kernel_of(noise, [rough(noise, seed) for seed in range(4)])
-    frontier = Planner(Course(kernel, euler(noise)), ((0, steps - 1),)).frontier
-    costs = [choice.cost for count, choice in frontier.items() if count <= 0.8 * steps]
+    costs = costs_that_count(Planner(Course(kernel, euler(noise)), ((0, steps - 1),)).frontier)
     assert costs == sorted(costs, reverse=True)
 
 
@@ -65,8 +70,9 @@ def test_two_experts_share_the_budget_and_each_begins_computed():
         assert {0, 8} <= set(choice.computed)
         assert choice.cost == pytest.approx(made.judged(choice.computed, "").cost)
     for share in range(1, 8):
-        first, second = planner(20, ranges=ranges[:1]).frontier, planner(20, ranges=ranges[1:]).frontier
-        assert made.frontier[8].cost <= first[share].cost + second[8 - share].cost
+        first, second = (planner(20, ranges=(own,)).frontier for own in ranges)
+        shared = first[share].computed + second[8 - share].computed
+        assert made.frontier[8].cost <= made.judged(shared, "").cost
 
 
 def test_a_generation_that_begins_late_plans_the_steps_that_run():
@@ -85,15 +91,22 @@ def test_all_budgets_of_50_steps_are_planned_in_a_second():
 
 
 def test_quality_in_decibels():
-    assert Choice((0,), "", 0.01).psnr(3.0) == pytest.approx(23.0)
-    assert Choice((0,), "", 0.0).psnr(3.0) == math.inf
+    assert Choice((0,), "", cost=0.5, error=0.01).psnr(3.0) == pytest.approx(23.0)
+    assert Choice((0,), "", cost=0.5, error=0.0).psnr(3.0) == math.inf
 
 
 def test_errors_that_grow_move_computed_steps_to_where_they_are_made():
     kernel = smooth_kernel(30, 2)
-    early = np.zeros((3, 31))
-    early[:, 15:] = 6.0
+    early = np.tile(np.minimum(np.arange(31) * 0.4, 6.0), (3, 1))
     grown = type(kernel)(kernel.noise, kernel.grams, early)
     plain = Planner(Course(kernel, euler(kernel.noise)), ((0, 29),)).frontier[9].computed
     careful = Planner(Course(grown, euler(kernel.noise)), ((0, 29),)).frontier[9].computed
     assert sum(step < 15 for step in careful) > sum(step < 15 for step in plain)
+
+
+def test_alternatives_are_schedules_of_the_budget_and_begin_with_the_plan():
+    made = planner(20, ranges=((0, 7), (8, 19)))
+    found = made.alternatives(6)
+    assert found[0] == made.frontier[6].computed
+    assert len(set(found)) == len(found) > 1
+    assert all(len(steps) == 6 and {0, 8} <= set(steps) for steps in found)

@@ -156,7 +156,8 @@ def test_polishing_with_a_multistep_scheduler_is_never_worse_either():
         polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=1, progress=False)
         (schedule,) = polished.facts.schedules
         after = tried.values(polished, "psnr", schedule.computed)
-    assert worth(after) >= worth(before) - 1e-6
+    half = len(CALIBRATION) // 2  # the second half judges
+    assert worth(after[half:]) >= worth(before[half:]) - 1e-6
 
 
 def worth(values):

@@ -65,11 +65,19 @@ class Kernel:
         lengths: Array = np.einsum("i,gij,j->g", vector, self.grams, vector)
         return np.maximum(lengths, 0.0)
 
+    @cached_property
+    def grown(self) -> Array:
+        """(generations, N+1): the logarithm of how much a squared error before each step grows until the end.
+
+        Errors are taken not to shrink, and early ones to grow at least as much as late ones.
+        """
+        grown = np.maximum(self.growth[:, -1:] - self.growth, 0.0)
+        return np.maximum.accumulate(grown[:, ::-1], axis=1)[:, ::-1]
+
     def amplification(self) -> Array:
         """By how much an error made at each step grows until the end, in three of four generations at most."""
-        grown = np.percentile(self.growth[:, -1:] - self.growth[:, :-1], CAREFUL, axis=0)
-        factors: Array = np.maximum(np.exp(0.5 * grown), 1.0)
-        return np.maximum.accumulate(factors[::-1])[::-1]
+        factors: Array = np.exp(0.5 * np.percentile(self.grown[:, :-1], CAREFUL, axis=0))
+        return factors
 
     def on(self, noise: Array) -> Kernel:
         """The same model on another grid of noise levels: its outputs are smooth in the noise and are interpolated.

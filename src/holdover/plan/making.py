@@ -116,7 +116,7 @@ class PlanMaker:
             return self._aimed(Target.parsed(settings.target), kind)
         budget = steps_for(DEFAULT_BUDGET if settings.budget is None else settings.budget, setting.length)
         if kind.planner is None:
-            return Choice(_windows(setting, budget), "growing window, nothing measured", 0.0)
+            return Choice(_windows(setting, budget), "growing window, nothing measured")
         tried = next((known for known in self._tried(kind) if len(known.computed) == budget), None)
         if tried is not None and self.fitted:
             return kind.planner.judged(tried.computed, tried.origin)
@@ -159,7 +159,7 @@ class PlanMaker:
     def _told(self, choice: Choice, setting: Setting) -> str:
         text = f"plan: {len(choice.computed)} of {setting.length} steps computed ({choice.origin})"
         offset = None if self._profile is None else self._profile.facts.psnr_offset
-        if offset is None or choice.cost <= 0 or not self.fitted:
+        if offset is None or choice.error <= 0 or not self.fitted:
             return text
         return f"{text}, expected to keep {choice.psnr(offset):.0f} dB in nine pictures of ten"
 
@@ -200,7 +200,7 @@ def _given(schedule: tuple[int, ...], kind: Kind) -> Choice:
         raise ConfigError(f"The schedule names step {max(schedule)}, but the last step of this generation is {last}.")
     begun = {first for first, _ in ranges}
     computed = tuple(sorted(begun | {step for step in schedule if step >= ranges[0][0]}))
-    return Choice(computed, "given", 0.0) if kind.planner is None else kind.planner.judged(computed, "given")
+    return Choice(computed, "given") if kind.planner is None else kind.planner.judged(computed, "given")
 
 
 def _windows(setting: Setting, budget: int) -> tuple[int, ...]:

@@ -137,9 +137,10 @@ def fit(features: Array, wanted: Array, gram: Array, branches: int = 1) -> Array
 
 def ridged(normal: Array, known: Array, branches: int = 1, tie: float = TIE) -> Array:
     """The solution of normal equations, with a ridge that keeps it finite and one that keeps branches together."""
-    apart = np.kron(np.eye(branches) - 1 / branches, np.eye(len(normal) // branches))
-    ridge = np.trace(normal) / len(normal) * (RIDGE * np.eye(len(normal)) + tie * apart)
-    weights: Array = np.linalg.solve(normal + ridge, known)
+    ridge = RIDGE * np.eye(len(normal))
+    if branches > 1:
+        ridge += tie * np.kron(np.eye(branches) - 1 / branches, np.eye(len(normal) // branches))
+    weights: Array = np.linalg.solve(normal + np.trace(normal) / len(normal) * ridge, known)
     return weights
 
 

@@ -5,7 +5,8 @@ Fitted to one half of the prompts, judged by the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,7 @@ from .setting import planner_for
 from .trials import Trials
 
 ROUNDS = 60  # plans tried, at most
+Plan = tuple[tuple[int, ...], float | None]  # computed steps, and how closely the weights of branches are tied
 TIES = (TIE, 10 * TIE, None)  # how closely the weights of branches are tied together; None: they are the same
 
 
@@ -42,20 +44,21 @@ def polish(
     """The profile with a plan for `budget` computed steps that was improved on the model itself.
 
     Weights are fitted along the way the plan really goes, on a batch of `batch_size` pictures of the first half of the
-    prompts; single steps of the schedule are moved; every plan is judged by the pictures of the second half, by their
-    mean and the mean of the worst tenth in dB. Where none is better than the profile's own, the profile comes back.
+    prompts. The planner's other schedules are tried first, then single steps of the best one are moved; every plan is
+    judged by the pictures of the second half, by their mean and the mean of the worst tenth in dB. Where none is better
+    than the profile's own, the profile comes back.
     """
     caller = Caller(pipe, len(profile.facts.noise), profile.facts.guidance, {**dict(profile.facts.call), **call})
     chosen = list(built_in(pipe)[:GENERATIONS] if prompts is None else prompts)
-    frontier = planner_for(profile).frontier
-    if budget not in frontier:
-        raise ConfigError(f"A budget for this profile is 1 to {max(frontier)} computed steps, not {budget}.")
+    planner = planner_for(profile)
+    if budget not in planner.frontier:
+        raise ConfigError(f"A budget for this profile is 1 to {max(planner.frontier)} computed steps, not {budget}.")
     if len(chosen) < 2:
         raise ConfigError("Polishing needs two prompts at least: one half is fitted to, the other judges.")
-    polished = (
+    polished = [
         s.computed for s in profile.facts.schedules if (len(s.computed), s.noise) == (budget, profile.facts.noise)
-    )
-    start = next(polished, frontier[budget].computed)
+    ]
+    starts = polished[:1] + planner.alternatives(budget)
     half = len(chosen) // 2
     fitted_on = next(batches(chosen[:half], batch_size, seed))
     bar = tqdm(total=trials, disable=not progress, desc="polishing", unit="trial")
@@ -66,8 +69,8 @@ def polish(
         Trials(caller, chosen[half:], seed + half, batch_size) as judges,
     ):
         judges.reference()
-        worth, best = _Search(profile, type(pipe.scheduler).__name__, refit, judges, bar).best(start)
-        known = _worth(judges.values(profile, "psnr", start))
+        worth, best = _Search(profile, type(pipe.scheduler).__name__, refit, judges, bar).best(starts)
+        known = _worth(judges.values(profile, "psnr", starts[0]))
     return _with(profile, best) if worth > known else profile
 
 
@@ -80,30 +83,41 @@ class _Search:
     refit: Refit
     judges: Trials
     bar: Any
-    tried: dict[tuple[tuple[int, ...], float | None], tuple[float, Schedule]] = field(default_factory=dict)
+    tried: dict[Plan, tuple[float, Schedule]] = field(default_factory=dict)
 
-    def best(self, start: tuple[int, ...]) -> tuple[float, Schedule]:
-        """The best plan found and its worth: first how branches are tied, then moving one step at a time."""
+    def best(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, Schedule]:
+        """The best plan found and its worth: where to start, how branches are tied, then moving one step at a time."""
         ties = TIES if self.profile.facts.branches else (None,)
-        tie = max(ties, key=lambda tie: self._judged(start, tie)[0])
-        best, improved = start, True
-        while improved:
-            improved = False
-            for other in neighbours(best, len(self.profile.facts.noise)):
-                if len(self.tried) >= self.bar.total:
-                    break
-                if self._judged(other, tie)[0] > self._judged(best, tie)[0]:
-                    best, improved = other, True
-                    break
-        return self._judged(best, tie)
+        best = max(self._allowed((start, ties[0]) for start in starts), key=self._worth)
+        found: Plan | None = max(self._allowed((best[0], tie) for tie in ties), key=self._worth)
+        order = random.Random(0)
+        while found is not None:
+            best, found = found, self._moved(found, order)
+        return self._judged(best)
 
-    def _judged(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, Schedule]:
-        if (computed, tie) not in self.tried:
-            plan = self._plan(computed, tie)
-            values = self.judges.values(_with(self.profile, plan), "psnr", computed)
-            self.tried[computed, tie] = _worth(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
+    def _moved(self, plan: Plan, order: random.Random) -> Plan | None:
+        """The first that is better of the plans with one step moved."""
+        computed, tie = plan
+        moved = [(other, tie) for other in neighbours(computed, len(self.profile.facts.noise))]
+        order.shuffle(moved)
+        return next((other for other in self._allowed(moved) if self._worth(other) > self._worth(plan)), None)
+
+    def _allowed(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """The plans that were tried, and others as long as more may be; one is tried in any case."""
+        for plan in plans:
+            if plan in self.tried or len(self.tried) < max(self.bar.total, 1):
+                yield plan
+
+    def _worth(self, plan: Plan) -> float:
+        return self._judged(plan)[0]
+
+    def _judged(self, plan: Plan) -> tuple[float, Schedule]:
+        if plan not in self.tried:
+            made = self._plan(*plan)
+            values = self.judges.values(_with(self.profile, made), "psnr", made.computed)
+            self.tried[plan] = _worth(values), replace(made, psnr=min(fmean(values), PSNR_CAP))
             self.bar.update()
-        return self.tried[computed, tie]
+        return self.tried[plan]
 
     def _plan(self, computed: tuple[int, ...], tie: float | None) -> Schedule:
         facts = self.profile.facts
