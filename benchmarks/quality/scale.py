@@ -24,7 +24,7 @@ class Scale:
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
     polished_on: int = 128
-    trials: int = 30
+    trials: int = 20
     searched: int = 32
     tries: int = 8
     halvings: int = 6

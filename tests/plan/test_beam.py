@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.plan.beam import FEW, SPARSE, STAYS, Beam
+from holdover.plan.beam import HARD, ORDINARY, SPARSE, Beam
 from holdover.plan.kernel import Kernel
 from holdover.plan.response import euler
 from holdover.plan.rollout import Course
@@ -39,10 +39,13 @@ def on_paper(course: Course, computed: tuple[int, ...], ranges) -> tuple[float, 
     """The cost and the error of nine in ten, from a walk through every step."""
     noise, growth = np.append(course.kernel.noise, 0.0), np.exp(course.kernel.grown)
     errors = course.errors(course.weights(computed, ranges))
-    made = np.zeros(len(errors))
+    answered, more = np.zeros((2, len(errors)))
     for a, b in zip(computed, (*computed[1:], course.steps), strict=True):
-        made += (growth[:, a] - growth[:, b] + (1 - noise[b] / noise[a]) ** 2) * errors[:, a]
-    return float((errors[:, -1] + STAYS * made).mean()), float(np.percentile(errors[:, -1] + made, FEW))
+        answered += (1 - noise[b] / noise[a]) ** 2 * errors[:, a]
+        more += (growth[:, a] - growth[:, b]) * errors[:, a]
+    mean = (errors[:, -1] + answered + ORDINARY * more).mean()
+    hard = np.percentile(errors[:, -1] + answered + more, HARD)
+    return float(np.sqrt(mean * hard)), float(hard)
 
 
 @relaxed

@@ -72,7 +72,7 @@ def test_two_experts_share_the_budget_and_each_begins_computed():
     for share in range(1, 8):
         first, second = (planner(20, ranges=(own,)).frontier for own in ranges)
         shared = first[share].computed + second[8 - share].computed
-        assert made.frontier[8].cost <= made.judged(shared, "").cost
+        assert made.frontier[8].cost <= made.judged(shared, "").cost * (1 + 1e-9)
 
 
 def test_a_generation_that_begins_late_plans_the_steps_that_run():

@@ -153,7 +153,7 @@ def test_polishing_with_a_multistep_scheduler_is_never_worse_either():
         tried.reference()
         start = planner_for(profile).frontier[3].computed
         before = tried.values(profile, "psnr", start)
-        polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=1, progress=False)
+        polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=6, progress=False)
         (schedule,) = polished.facts.schedules
         after = tried.values(polished, "psnr", schedule.computed)
     half = len(CALIBRATION) // 2  # the second half judges

@@ -14,7 +14,7 @@ from .search import Gaps, schedules
 
 Schedules = dict[int, tuple[float, tuple[int, ...]]]
 GAP_BY_GAP = "dynamic programming"
-OTHERWISE = (0.03, 0.1, 1.0)  # other shares of what the model makes of an error, for trials
+OTHERWISE = (0.0, 0.1, 1.0)  # other parts of the measured growth to reckon with, for trials
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Planner:
         return frontier
 
     def alternatives(self, count: int) -> list[tuple[int, ...]]:
-        """Schedules worth a trial, best first: errors on the way may matter more or less than is reckoned with."""
+        """Schedules worth a trial, the best first: errors may grow more or less than is reckoned with."""
         found = [self.frontier[count].computed]
-        found += [Beam(self._course, self._ranges, stays).schedules()[count] for stays in OTHERWISE]
+        found += [Beam(self._course, self._ranges, growth).schedules()[count] for growth in OTHERWISE]
         found += [steps for name, steps in self._others(count) if name == GAP_BY_GAP]
         return list(dict.fromkeys(found))
 
