@@ -30,27 +30,23 @@ def test_the_frontier_has_every_budget_and_is_never_worse_than_what_is_known(ste
         again = made.judged(choice.computed, choice.origin)
         assert (choice.cost, choice.error) == pytest.approx((again.cost, again.error))
         for name, schedule in known(steps, count):
-            assert choice.cost <= made.judged(schedule, name).cost * (1 + 1e-9)
-    assert made.frontier[steps].cost == 0.0
-
-
-def costs_that_count(frontier):
-    """Costs down to 60 dB below that of one computed step: below that, errors that cancel by chance decide."""
-    costs = [choice.cost for choice in frontier.values()]
-    return [max(cost, 1e-6 * costs[0]) for cost in costs]
+            assert choice.cost <= made.judged(schedule, name).cost
+    assert (made.frontier[steps].cost, made.frontier[steps].error) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_more_computed_steps_never_cost_more(seed):
-    costs = costs_that_count(planner(28, seed).frontier)
+    costs = [choice.cost for choice in planner(28, seed).frontier.values()]
     assert costs == sorted(costs, reverse=True)
 
 
 @pytest.mark.parametrize("steps", [16, 28, 50])
-def test_more_computed_steps_never_cost_more_on_rough_trajectories_either(steps):
+def test_more_computed_steps_never_cost_more_on_rough_trajectories_either_while_a_fifth_is_held(steps):
+    """Where all but a few steps are computed, two held errors may cancel that would not have done so alone."""
     noise = falling(steps)
     kernel = kernel_of(noise, [rough(noise, seed) for seed in range(4)])
-    costs = costs_that_count(Planner(Course(kernel, euler(noise)), ((0, steps - 1),)).frontier)
+    frontier = Planner(Course(kernel, euler(noise)), ((0, steps - 1),)).frontier
+    costs = [choice.cost for count, choice in frontier.items() if count <= 0.8 * steps]
     assert costs == sorted(costs, reverse=True)
 
 
@@ -70,9 +66,8 @@ def test_two_experts_share_the_budget_and_each_begins_computed():
         assert {0, 8} <= set(choice.computed)
         assert choice.cost == pytest.approx(made.judged(choice.computed, "").cost)
     for share in range(1, 8):
-        first, second = (planner(20, ranges=(own,)).frontier for own in ranges)
-        shared = first[share].computed + second[8 - share].computed
-        assert made.frontier[8].cost <= made.judged(shared, "").cost * (1 + 1e-9)
+        first, second = planner(20, ranges=ranges[:1]).frontier, planner(20, ranges=ranges[1:]).frontier
+        assert made.frontier[8].cost <= first[share].cost + second[8 - share].cost
 
 
 def test_a_generation_that_begins_late_plans_the_steps_that_run():
@@ -97,7 +92,8 @@ def test_quality_in_decibels():
 
 def test_errors_that_grow_move_computed_steps_to_where_they_are_made():
     kernel = smooth_kernel(30, 2)
-    early = np.tile(np.minimum(np.arange(31) * 0.4, 6.0), (3, 1))
+    early = np.zeros((3, 31))
+    early[:, 15:] = 6.0
     grown = type(kernel)(kernel.noise, kernel.grams, early)
     plain = Planner(Course(kernel, euler(kernel.noise)), ((0, 29),)).frontier[9].computed
     careful = Planner(Course(grown, euler(kernel.noise)), ((0, 29),)).frontier[9].computed

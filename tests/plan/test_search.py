@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.plan.rollout import least_squares
-from holdover.plan.search import GAP, Gaps, neighbours, schedules
+from holdover.plan.search import GAP, LAST, Gaps, neighbours, schedules
 
 from .trajectories import WIDTH, falling, mean_square, outputs, smooth_kernel
 
@@ -43,8 +43,8 @@ def test_dynamic_programming_equals_brute_force_for_every_budget(steps, seed, fi
 
 
 @relaxed
-@given(steps=st.integers(2, 30), seed=seeds, data=st.data())
-def test_the_cost_of_a_schedule_is_the_summed_error_of_real_tensors(steps, seed, data):
+@given(steps=st.integers(2, 30), seed=seeds, last_gap=st.sampled_from([1.0, LAST]), data=st.data())
+def test_the_cost_of_a_schedule_is_the_summed_error_of_real_tensors(steps, seed, last_gap, data):
     computed = sorted({0, *data.draw(st.lists(st.integers(0, steps - 1)))})
     vectors, reach = outputs(falling(steps), seed), np.random.default_rng(seed).uniform(0.2, 2.0, steps)
     gram = vectors @ vectors.T / WIDTH
@@ -55,8 +55,8 @@ def test_the_cost_of_a_schedule_is_the_summed_error_of_real_tensors(steps, seed,
         for step in range(last + 1, following):
             weights = least_squares(anchors, step, gram).values
             gap += reach[step] * (vectors[step] - np.asarray(weights) @ vectors[anchors])
-        total += mean_square(gap)
-    assert Gaps(gram, reach).of(computed) == pytest.approx(total, rel=1e-9, abs=1e-10)
+        total += mean_square(gap) * (last_gap if following == steps else 1.0)
+    assert Gaps(gram, reach, last=last_gap).of(computed) == pytest.approx(total, rel=1e-9, abs=1e-10)
 
 
 def test_nothing_held_costs_nothing():

@@ -76,8 +76,9 @@ class Kernel:
 
     def amplification(self) -> Array:
         """By how much an error made at each step grows until the end, in three of four generations at most."""
-        factors: Array = np.exp(0.5 * np.percentile(self.grown[:, :-1], CAREFUL, axis=0))
-        return factors
+        grown = np.percentile(self.growth[:, -1:] - self.growth[:, :-1], CAREFUL, axis=0)
+        factors: Array = np.maximum(np.exp(0.5 * grown), 1.0)
+        return np.maximum.accumulate(factors[::-1])[::-1]
 
     def on(self, noise: Array) -> Kernel:
         """The same model on another grid of noise levels: its outputs are smooth in the noise and are interpolated.

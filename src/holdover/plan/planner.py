@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .beam import Beam
+from .paper import Paper
 from .rollout import DEPTH, Course, Ranges, Weights
 from .schedules import known
-from .search import Gaps, schedules
+from .search import LAST, Gaps, schedules
 
-Schedules = dict[int, tuple[float, tuple[int, ...]]]
-GAP_BY_GAP = "dynamic programming"
-OTHERWISE = (0.0, 0.1, 1.0)  # other parts of the measured growth to reckon with, for trials
+LASTS = (1.0, 2.0, 6.0)  # other counts of the last gap, for trials
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule and where it comes from; its cost, by which it is chosen, and the error it is expected to leave.
+    """A schedule and where it comes from; the cost it is chosen by, and the error it is expected to leave.
 
     That is the squared error of the last latent, and nine generations in ten are expected to stay below it.
     """
@@ -46,23 +44,12 @@ class Planner:
     @cached_property
     def frontier(self) -> dict[int, Choice]:
         """For every number of computed steps the schedule that is expected to cost least."""
-        candidates = [
-            (name, steps)
-            for count, found in sorted(self._beam.schedules().items())
-            for name, steps in (("beam search", found), *self._others(count))
-        ]
-        frontier: dict[int, Choice] = {}
-        for choice in self._judged(candidates):
-            count = len(choice.computed)
-            if count not in frontier or choice.cost < frontier[count].cost:
-                frontier[count] = choice
-        return frontier
+        return {len(choice.computed): choice for choice in self._expected(_cheapest(self._gaps))}
 
     def alternatives(self, count: int) -> list[tuple[int, ...]]:
-        """Schedules worth a trial, the best first: errors may grow more or less than is reckoned with."""
-        found = [self.frontier[count].computed]
-        found += [Beam(self._course, self._ranges, growth).schedules()[count] for growth in OTHERWISE]
-        found += [steps for name, steps in self._others(count) if name == GAP_BY_GAP]
+        """Schedules worth a trial, the best first: the last gap may count for more or less than is reckoned with."""
+        others = (choice for last in LASTS for choice in _cheapest(self._gaps_with(last)))
+        found = [self.frontier[count].computed, *(c.computed for c in others if len(c.computed) == count)]
         return list(dict.fromkeys(found))
 
     def weights(self, computed: Collection[int], depth: int = DEPTH) -> dict[int, Weights]:
@@ -70,45 +57,59 @@ class Planner:
         return self._course.weights(computed, self._ranges, depth)
 
     def judged(self, computed: tuple[int, ...], origin: str) -> Choice:
-        """A schedule with its cost."""
-        return self._judged([(origin, computed)])[0]
+        """A schedule with its cost and the error that is expected."""
+        shares = [[step for step in computed if gaps.first <= step < gaps.steps] for gaps in self._gaps]
+        cost = sum(gaps.of(share) for gaps, share in zip(self._gaps, shares, strict=True))
+        return self._expected([Choice(computed, origin, cost)])[0]
 
-    def _judged(self, candidates: Sequence[tuple[str, tuple[int, ...]]]) -> list[Choice]:
-        costs, errors = self._beam.judged([steps for _, steps in candidates])
+    def _expected(self, choices: Sequence[Choice]) -> list[Choice]:
+        errors = self._paper.expected([choice.computed for choice in choices])
+        return [replace(choice, error=float(error)) for choice, error in zip(choices, errors, strict=True)]
+
+    @cached_property
+    def _paper(self) -> Paper:
+        return Paper(self._course, self._ranges)
+
+    @cached_property
+    def _gaps(self) -> list[Gaps]:
+        return self._gaps_with(LAST)
+
+    def _gaps_with(self, last: float) -> list[Gaps]:
+        """What gaps cost in each range; only after the last range nothing leads back."""
+        gram, reach = self._course.kernel.merged.mean, self._course.reach()
         return [
-            Choice(steps, name, float(cost), float(error))
-            for (name, steps), cost, error in zip(candidates, costs, errors, strict=True)
+            Gaps(gram[: end + 1, : end + 1], reach[: end + 1], first, last if end == self._ranges[-1][1] else 1.0)
+            for first, end in self._ranges
         ]
 
-    def _others(self, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The schedule that costs least gap by gap and, where one expert runs, those that are known."""
-        if count in self._gap_by_gap:
-            yield GAP_BY_GAP, self._gap_by_gap[count][1]
-        if len(self._ranges) == 1:
-            first, last = self._ranges[0]
-            for name, steps in known(last - first + 1, count):
-                yield name, tuple(first + step for step in steps)
 
-    @cached_property
-    def _beam(self) -> Beam:
-        return Beam(self._course, self._ranges)
-
-    @cached_property
-    def _gap_by_gap(self) -> Schedules:
-        """What dynamic programming finds, every number of computed steps shared between the ranges at its best."""
-        gram, reach = self._course.kernel.merged.mean, self._course.reach()
-        total: Schedules = {0: (0.0, ())}
-        for first, last in self._ranges:
-            gaps = Gaps(gram[: last + 1, : last + 1], reach[: last + 1], first)
-            total = _joined(total, {count: (gaps.of(steps), steps) for count, steps in schedules(gaps).items()})
-        return total
+def _cheapest(ranges: Sequence[Gaps]) -> list[Choice]:
+    """The cheapest schedule for every number of computed steps, shared between the ranges at its best."""
+    total: dict[int, Choice] = {0: Choice((), "")}
+    for gaps in ranges:
+        total = _joined(total, _of_range(gaps))
+    return [choice for _, choice in sorted(total.items())]
 
 
-def _joined(left: Schedules, right: Schedules) -> Schedules:
-    """The cheapest way to share each number of computed steps between two ranges."""
-    best: Schedules = {}
-    for a, (cost, first) in left.items():
-        for b, (more, second) in right.items():
-            if a + b not in best or cost + more < best[a + b][0]:
-                best[a + b] = (cost + more, first + second)
+def _of_range(gaps: Gaps) -> dict[int, Choice]:
+    """For every number of computed steps the cheapest of the schedule found and the schedules known."""
+    found, length = schedules(gaps), gaps.steps - gaps.first
+    choices = {}
+    for count in range(1, length + 1):
+        candidates = [(name, tuple(gaps.first + s for s in steps)) for name, steps in known(length, count)]
+        if count in found:
+            candidates.insert(0, ("dynamic programming", found[count]))
+        judged = [Choice(steps, name, gaps.of(steps)) for name, steps in candidates]
+        choices[count] = min(judged, key=lambda choice: choice.cost)
+    return choices
+
+
+def _joined(left: dict[int, Choice], right: dict[int, Choice]) -> dict[int, Choice]:
+    """The best way to share each number of computed steps between two ranges."""
+    best: dict[int, Choice] = {}
+    for a, first in left.items():
+        for b, second in right.items():
+            cost = first.cost + second.cost
+            if a + b not in best or cost < best[a + b].cost:
+                best[a + b] = Choice(first.computed + second.computed, second.origin, cost)
     return best

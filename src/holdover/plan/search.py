@@ -2,7 +2,8 @@
 
 The cost of a gap is the error of the steps held in it, each predicted from the two computed steps before, summed with
 its sign because neighbouring errors point the same way: c = g'Gg, g = sum_t A_t (1_t - sum_j w_j 1_j), where A_t is how
-much of an error at step t is found at the end.
+much of an error at step t is found at the end. Later held steps lead back to the uncached trajectory and make good part
+of it. After the last gap there are none, so that one counts several times.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from .kernel import Array
 from .rollout import ridged
 
 GAP = 12  # steps from one computed step to the next, at most
+LAST = 3.0  # times that the last gap counts; found by trial on the model in the box
 Pair = tuple[int, int]
 
 
 class Gaps:
     """The cost of going from one computed step to the next, by the two last computed steps and the width of the gap."""
 
-    def __init__(self, gram: Array, reach: Array, first: int = 0) -> None:
-        self._gram, self._reach = gram, reach
+    def __init__(self, gram: Array, reach: Array, first: int = 0, last: float = LAST) -> None:
+        self._gram, self._reach, self._last = gram, reach, last
         self.first, self.steps = first, len(reach)
         self._known: dict[Pair, list[float]] = {}
 
@@ -49,6 +51,7 @@ class Gaps:
         errors[:, anchors] -= ridged(normal, gram[anchors][:, held]).T
         summed = np.cumsum(self._reach[held][:, None] * errors, axis=0)
         costs = np.einsum("ti,ti->t", summed @ gram, summed)
+        costs[-1:] *= self._last
         return [0.0, 0.0, *np.maximum(costs, 0.0).tolist()]
 
 
