@@ -85,6 +85,7 @@ def pages() -> dict[Path, str]:
             docs / "performance.md",
             speed=speed(),
             residuals=residuals(),
+            held_step=held_step(),
             processor=speed("processor", "speed_cpu.json"),
             host=host(),
         ),
@@ -137,6 +138,23 @@ def residuals() -> str:
     ]
     head = ("`hold_in`", "held", "held step, GPU ms", "seconds of 50 steps", "PSNR, mean", "10th percentile")
     return table(head, rows)
+
+
+def held_step() -> str:
+    """What the card ran at while residuals were held."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "held_step.json").read_text())
+    rows = [
+        [
+            row["mode"],
+            f"{row['held_forward_ms']:.3f}",
+            str(row["kernels_a_held_step"]),
+            f"{row['clocks']['sm_mhz']} of {row['clocks']['max_sm_mhz']} MHz",
+            f"{row['clocks']['power_w']:.0f} W" + (", at the limit" if row["clocks"]["power_limited"] else ""),
+        ]
+        for row in figures["rows"]
+    ]
+    head = ("blocks", "held step, GPU ms", "kernels", "clock", "power")
+    return f"{table(head, rows)}\n\n{figures['rows'][0]['model']}, {figures['card']}, {figures['date']}."
 
 
 def host() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.speed.clocks import parsed
 from benchmarks.speed.loop import Pipeline
 from benchmarks.speed.measure import against_ideal, identity, measured
 from benchmarks.speed.methods import UNCACHED, Candidate, candidates
@@ -94,3 +95,16 @@ def test_on_the_processor_turns_are_written_and_shown(tmp_path: Path, monkeypatc
     assert f"| 1 | {turn['uncached_s']:.2f} | {turn['plan_s']:.2f} |" in text
     assert "A newcomer's first picture takes 6.0 s" in text
     assert processor(tmp_path / "none.json") == NONE_ON_PROCESSOR
+
+
+def test_what_the_card_says_of_its_clock() -> None:
+    said = {"sm_mhz": 1590, "max_sm_mhz": 1980, "power_w": 679.81, "power_limited": True}
+    assert parsed("1590, 1980, 679.81, 0x0000000000000004\n") == said
+    assert parsed("345, 1980, 76.40, 0x0000000000000001\n") == {
+        "sm_mhz": 345,
+        "max_sm_mhz": 1980,
+        "power_w": 76.4,
+        "power_limited": False,
+    }
+    assert parsed("1590, 1980, [N/A], [N/A]\n") is None
+    assert parsed("") is None

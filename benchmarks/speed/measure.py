@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .clocks import clocks
 from .loop import Course, Pipeline
 from .methods import Candidate, Session, computing_all
 
@@ -51,6 +52,7 @@ def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> 
     if pipe.cuda:
         torch.cuda.reset_peak_memory_stats()
     course = _run(pipe, session, steps, stop)
+    ran_at = clocks() if pipe.cuda else None
     peak = torch.cuda.max_memory_allocated() if pipe.cuda else None
     computed = _computed(session, course.gpu)
     return {
@@ -63,6 +65,7 @@ def _figures(pipe: Pipeline, session: Session, steps: int, stop: int | None) -> 
         "gpu_ms": _by_kind(course.gpu, computed),
         "gpu_forward_ms": _by_kind(course.gpu_forward, computed),
         "host_ms": _by_kind(course.host, computed),
+        "clocks": ran_at,
         "peak_bytes": peak,
         "held_bytes": session.held_bytes(),
         "waits": waits(lambda: _run(pipe, session, steps, COUNTED)) if pipe.cuda else None,

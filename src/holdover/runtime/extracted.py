@@ -11,7 +11,8 @@ from ..context import CacheContext
 from ..errors import UnsupportedModelError
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
-from .replay import compare
+from .recent import KINDS, Recent
+from .replay import ReplayReport, compare
 from .residuals import Held, weighted_sum
 from .seam import Seam
 from .unit import Unit
@@ -48,7 +49,7 @@ class ExtractedSeam:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._checked: set[object] = set()
+        self._checked: Recent[object, ReplayReport] = Recent(KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Build the context, ask, then run the blocks or add what is held."""
@@ -93,7 +94,7 @@ class ExtractedSeam:
             raise UnsupportedModelError(
                 f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report
             )
-        self._checked.add(call.structure)
+        self._checked[call.structure] = report
         self._unit.report = report
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+KINDS = 64  # of forwards that are remembered: sizes and flags given by the host make kinds; the oldest is met anew
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -21,13 +21,12 @@ from .clock import NO_HINT, Hint
 from .compiled import is_compiled, kept_out
 from .passes import ComputePass, HoldPass, Pass, Passes
 from .ranks import groups_of
-from .recent import Recent
+from .recent import KINDS, Recent
 from .replay import ReplayReport
 from .residuals import Held
 from .splits import Splits
 from .standin import BlockByBlock, untraced
 
-_KINDS = 64  # sizes and flags a forward is given by the host make kinds; the oldest is traced again
 _NOTHING = contextlib.nullcontext()
 Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
@@ -77,7 +76,7 @@ class Unit:
         self.extractor = extractor_of(self.core)
         self.arguments = ForwardArguments(self.core, self.family.conditioning)
         self.lists = block_lists(self.core)
-        self.cuts: Recent[Any, CutChoice] = Recent(_KINDS)
+        self.cuts: Recent[Any, CutChoice] = Recent(KINDS)
         self.hint: Hint = NO_HINT
         self.running: Pass | None = None
         self._graphed: BlockByBlock | None = None  # the running pass, where a compiler may look into it

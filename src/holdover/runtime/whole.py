@@ -13,7 +13,8 @@ from ..models.registry import INPUT
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
 from .outputs import mapped
-from .replay import compare
+from .recent import KINDS, Recent
+from .replay import ReplayReport, compare
 from .residuals import Held, weighted_sum
 from .unit import Unit
 
@@ -60,7 +61,7 @@ class WholeSeam:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._checked: set[Any] = set()
+        self._checked: Recent[Any, ReplayReport] = Recent(KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Run the transformer, or return what it is predicted to return; a signal is read off the latent."""
@@ -97,6 +98,6 @@ class WholeSeam:
                 "through it can be traced: it cannot be held.",
                 report,
             )
-        self._checked.add(call.structure)
+        self._checked[call.structure] = report
         self._unit.report = report
         self._unit.notes.add(f"{self._unit.name}: {CUT}")
