@@ -26,6 +26,7 @@ from holdover.support import Support, declared, supported
 from holdover.teacache.method import polynomial_of
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 NOTICE = "<!-- Written by docs/generate.py from the code: change it there. -->"
 
 REFERENCE = {
@@ -123,18 +124,17 @@ def code(words: Iterable[Any]) -> str:
 
 def speed(part: str = "markdown", results: str = "speed.json") -> str:
     """The tables of the speed benchmark from a result file: all of them, `in_short`, or those of the `processor`."""
-    text: str = getattr(_benchmark("speed.table"), part)(ROOT / "benchmarks" / "results" / results)
+    text: str = getattr(_benchmark("speed.table"), part)(RESULTS / results)
     return text
 
 
 def residuals() -> str:
     """What it costs to hold residuals in eight bits or on the host: memory and time on FLUX, quality on the box."""
-    results = ROOT / "benchmarks" / "results"
-    tried = _quality_figures()["parts"]["residuals"]["rows"]
+    tried = figures_of("quality")["parts"]["residuals"]["rows"]
     of_place = {row["settings"]["hold_in"]: row for row in tried if row["method"].startswith("mag_cache")}
     rows = [
         [f"`{place}`", *cells, f"{of_place[place]['psnr']['mean']:.2f}", f"{of_place[place]['psnr']['p10']:.2f}"]
-        for place, cells in _benchmark("speed.table").residuals(results / "speed.json").items()
+        for place, cells in _benchmark("speed.table").residuals(RESULTS / "speed.json").items()
     ]
     head = ("`hold_in`", "held", "held step, GPU ms", "seconds of 50 steps", "PSNR, mean", "10th percentile")
     return table(head, rows)
@@ -142,7 +142,7 @@ def residuals() -> str:
 
 def held_step() -> str:
     """What the card ran at while residuals were held."""
-    figures = json.loads((ROOT / "benchmarks" / "results" / "held_step.json").read_text())
+    figures = figures_of("held_step")
     rows = [
         [
             row["mode"],
@@ -159,7 +159,7 @@ def held_step() -> str:
 
 def host() -> str:
     """What a step costs the host, by method."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "host.json").read_text("utf-8"))
+    measured = figures_of("host")
     rows = [("no cache", _us(measured["plain_us"]), ""), ("the model without its blocks", "", _us(measured["live_us"]))]
     rows += [(name, _us(m["computed_us"]), _us(m["held_us"])) for name, m in measured["methods"].items()]
     where = f"{measured['cpu']}, one thread, torch {measured['versions']['torch']}, {measured['date'][:10]}"
@@ -176,6 +176,13 @@ def scale(part: str) -> str:
     return text
 
 
+@cache
+def figures_of(benchmark: str) -> dict[str, Any]:
+    """The result file of a benchmark, read once for all its tables."""
+    figures: dict[str, Any] = json.loads((RESULTS / f"{benchmark}.json").read_text("utf-8"))
+    return figures
+
+
 def _benchmark(module: str) -> Any:
     """A module of the benchmarks, which lie beside the package."""
     if str(ROOT) not in sys.path:
@@ -185,7 +192,6 @@ def _benchmark(module: str) -> Any:
 
 # Quality.
 
-QUALITY = ROOT / "benchmarks" / "results" / "quality.json"
 SHOWN = {50: (6, 8, 10, 12, 15, 20, 25), 28: (6, 8, 10, 14)}
 SHORT = (
     "plan, guard off",
@@ -197,16 +203,9 @@ SHORT = (
 )
 
 
-@cache
-def _quality_figures() -> dict[str, Any]:
-    """The result file of the quality benchmark, read once for all its tables."""
-    figures: dict[str, Any] = json.loads(QUALITY.read_text("utf-8"))
-    return figures
-
-
 def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
     """PSNR, mean and 10th percentile, by computed steps, from the quality benchmark."""
-    measured = _quality_figures()
+    measured = figures_of("quality")
     cells: dict[str, dict[int, str]] = {}
     for row in _benchmark("quality.verdict").rows_of(measured, steps):
         figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
@@ -220,7 +219,7 @@ def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
 
 def lead(steps: int = 50) -> str:
     """By how much a plan is ahead of the best other row, and how many times its steps that one needs for the same."""
-    measured = _quality_figures()
+    measured = figures_of("quality")
     judged = measured["verdict"][f"{steps} steps"][_benchmark("quality.verdict").PLAN]
     entries = [entry for entry in judged if entry["wanted"] in SHOWN[steps]]
     rows = [

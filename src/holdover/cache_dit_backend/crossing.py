@@ -12,13 +12,11 @@ from ..errors import UnsupportedModelError
 from ..models.arguments import tensors_in
 from ..runtime.calls import Call, Outcome
 from ..runtime.exchange import agreed, everywhere, known_to_all
-from ..runtime.recent import Recent
+from ..runtime.recent import KINDS, Recent
 from ..runtime.replay import ReplayReport, compare
 from ..runtime.unit import Unit
 from .contexts import BranchContexts, StepContextManager
 from .fitting import Fitting
-
-_KINDS = 64  # kinds of forward that are remembered as checked
 
 
 class UnifiedPass:
@@ -49,7 +47,7 @@ class CacheDiTCrossing:
 
     def __init__(self, unit: Unit, fitting: Fitting) -> None:
         self._unit, self._fitting = unit, fitting
-        self._checked: Recent[Any, None] = Recent(_KINDS)
+        self._checked: Recent[Any, None] = Recent(KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Run the forward with the lists under cache-dit, which decides inside; then ask what it decided."""

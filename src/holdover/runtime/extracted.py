@@ -12,7 +12,7 @@ from ..errors import UnsupportedModelError
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
 from .recent import KINDS, Recent
-from .replay import ReplayReport, compare
+from .replay import compare
 from .residuals import Held, weighted_sum
 from .seam import Seam
 from .unit import Unit
@@ -49,7 +49,7 @@ class ExtractedSeam:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._checked: Recent[object, ReplayReport] = Recent(KINDS)
+        self._checked: Recent[object, None] = Recent(KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Build the context, ask, then run the blocks or add what is held."""
@@ -94,7 +94,7 @@ class ExtractedSeam:
             raise UnsupportedModelError(
                 f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report
             )
-        self._checked[call.structure] = report
+        self._checked[call.structure] = None
         self._unit.report = report
 
 

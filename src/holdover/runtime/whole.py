@@ -14,7 +14,7 @@ from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
 from .outputs import mapped
 from .recent import KINDS, Recent
-from .replay import ReplayReport, compare
+from .replay import compare
 from .residuals import Held, weighted_sum
 from .unit import Unit
 
@@ -61,7 +61,7 @@ class WholeSeam:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._checked: Recent[Any, ReplayReport] = Recent(KINDS)
+        self._checked: Recent[Any, None] = Recent(KINDS)
 
     def run(self, call: Call) -> Outcome:
         """Run the transformer, or return what it is predicted to return; a signal is read off the latent."""
@@ -98,6 +98,6 @@ class WholeSeam:
                 "through it can be traced: it cannot be held.",
                 report,
             )
-        self._checked[call.structure] = report
+        self._checked[call.structure] = None
         self._unit.report = report
         self._unit.notes.add(f"{self._unit.name}: {CUT}")
