@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
+import torch
+
 FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "clocks_event_reasons.active")
 POWER_LIMIT = 0x4  # of the reasons why clocks are not at their highest
 
 
 def clocks() -> dict[str, Any] | None:
-    """Asked right after a run; None where there is nobody to ask."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", "--id=0"]
+    """Of the card torch runs on, asked right after a run; None where there is nobody to ask."""
+    card = f"--id=GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    query = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", card]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):

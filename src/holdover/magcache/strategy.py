@@ -19,6 +19,7 @@ from ..models.cut import BlockCall, Cut
 from ..profiles import shipped
 from ..runtime.passes import ComputePass, HoldPass, Passes
 from ..runtime.residuals import Held, Residuals, weighted_sum
+from ..runtime.shortcut import Shortcut
 
 Residual = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -128,13 +129,15 @@ class StrategyResiduals(Held):
 class StrategyPasses(Passes):
     """Head decides, blocks hold, tail stores: with one strategy's residual."""
 
+    leaves_out = False
+
     def __init__(self, strategy: MagCacheStrategy) -> None:
         self._strategy = strategy
 
     def compute(self, cut: Cut, lumped: bool, begin: int) -> ComputePass:
         return _StrategyCompute(cut, begin, self._strategy)
 
-    def hold(self, cut: Cut, held: Held, begin: int) -> HoldPass:
+    def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
         assert isinstance(held, StrategyResiduals)
         return _StrategyHold(cut, held, begin, self._strategy)
 

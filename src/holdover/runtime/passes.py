@@ -5,8 +5,8 @@ The model's own loop makes the calls; a pass answers them in order along the cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +15,13 @@ from torch import nn
 from ..models.arguments import named, pick
 from ..models.cut import BlockCall, Cut
 from ..models.trace import Trace
+from .feeders import Unrun
 from .places import Place, places
 from .residuals import Held, Residuals
-from .standin import BlockByBlock
+from .shortcut import WHOLE_WAY, Shortcut
+from .standin import BlockByBlock, DivergedError, OpaqueStandIn
 
-
-class DivergedError(Exception):
-    """The forward called other blocks than the cut says: whatever was held does not belong here."""
+_NOTHING = nullcontext()
 
 
 class Pass(Protocol):
@@ -31,7 +31,7 @@ class Pass(Protocol):
         """Whether calls of this list come here."""
         ...
 
-    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
         """What the model's loop over this list gets."""
         ...
 
@@ -68,6 +68,10 @@ class _AlongCut(BlockByBlock):
     def start(self, position: int = 0) -> None:
         """Forget the last forward: the next call is the one at `position`."""
         self._position, self.witness = position, None
+
+    def leaving_out(self) -> AbstractContextManager[None]:
+        """Around the forward: what does not run in it beside the blocks."""
+        return _NOTHING
 
     @contextmanager
     def witnessed(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -142,7 +146,7 @@ class ComputePass(_AlongPlaces):
             self._added.append((link.chain, outputs[link.slot] - self._open.pop(link.chain)))
             self._witnessed(link.chain, outputs[link.slot])
         for slot in place.sides:
-            self._sides[self._position - 1, slot] = outputs[slot].clone()
+            self._sides[place.number, slot] = outputs[slot].clone()
         return output
 
     def own(self) -> None:
@@ -164,9 +168,22 @@ class HoldPass(_AlongPlaces):
 
     traceable = True
 
-    def __init__(self, residuals: Residuals, begin: int = 0) -> None:
+    def __init__(self, residuals: Residuals, begin: int = 0, shortcut: Shortcut = WHOLE_WAY) -> None:
         super().__init__(residuals.cut, begin)
+        self._shortcut = shortcut
+        self._places = tuple(p for p in self._places if p.index < shortcut.lengths.get(p.blocks, p.index + 1))
+        self._count = len(self._places)
         self.give(residuals)
+
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
+        return super().items(blocks, modules[: self._shortcut.lengths.get(blocks)])
+
+    def leaving_out(self) -> AbstractContextManager[None]:
+        return self._shortcut.feeders.left_out()
+
+    def calls(self, blocks: str, index: int) -> bool:
+        """Whether the loop over a list goes as far as this block."""
+        return index < self._shortcut.lengths.get(blocks, index + 1)
 
     def give(self, held: Held) -> None:
         """What to add from now on."""
@@ -191,25 +208,41 @@ class HoldPass(_AlongPlaces):
         outputs = list(carried) if place.width else [carried]
         for link in place.opens:
             held = self._adds[link.chain]
-            if held is not None:
+            if held is not None and type(outputs[link.slot]) is not Unrun:
                 outputs[link.slot] = outputs[link.slot] + held
         for link in place.closes:
             self._witnessed(link.chain, outputs[link.slot])
         for slot in place.sides:
-            outputs[slot] = self._sides[self._position - 1, slot].clone()
+            outputs[slot] = self._sides[place.number, slot].clone()
         return tuple(outputs) if place.width else outputs[0]
 
 
 class DecidePass(_AlongCut):
     """Runs the blocks before the head, then lets `choose` say how the rest of the forward goes."""
 
-    def __init__(self, cut: Cut, choose: Callable[[nn.Module, dict[str, Any]], ComputePass | HoldPass]) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        choose: Callable[[nn.Module, dict[str, Any]], ComputePass | HoldPass],
+        shortcut: Shortcut = WHOLE_WAY,
+    ) -> None:
         super().__init__(cut, 0)
         self._choose = choose
+        self._feeders = shortcut.feeders.postponed()
         self.chosen: ComputePass | HoldPass | None = None
 
-    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
-        return super().items(blocks, modules) if self.chosen is None else self.chosen.items(blocks, modules)
+    def leaving_out(self) -> AbstractContextManager[None]:
+        return self._feeders.waiting()
+
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
+        return self._as_decided(blocks, modules) if self.chosen is None else self.chosen.items(blocks, modules)
+
+    def _as_decided(self, blocks: str, modules: Sequence[nn.Module]) -> Iterator[Any]:
+        """A loop that is under way when the decision falls."""
+        for index, module in enumerate(modules):
+            if isinstance(self.chosen, HoldPass) and not self.chosen.calls(blocks, index):
+                return
+            yield OpaqueStandIn(self, blocks, index, module)
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         chosen = self.chosen
@@ -219,6 +252,8 @@ class DecidePass(_AlongCut):
                 return block(*args, **kwargs)
             chosen = self.chosen = self._choose(block, named(type(block), args, kwargs))
             chosen._position = self._position
+            if isinstance(chosen, ComputePass):
+                self._feeders.run()
         return chosen.call(blocks, index, block, args, kwargs)
 
     def done(self) -> None:
@@ -249,9 +284,11 @@ class FinishPass(_AlongCut):
 class Passes:
     """How a method runs and holds the blocks; a method with its own idea of a residual overrides both."""
 
+    leaves_out = True  # whether what it holds is added where chains open, and nowhere else
+
     def compute(self, cut: Cut, lumped: bool, begin: int) -> ComputePass:
         return ComputePass(cut, lumped, begin)
 
-    def hold(self, cut: Cut, held: Held, begin: int) -> HoldPass:
+    def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
         assert isinstance(held, Residuals)
-        return HoldPass(held, begin)
+        return HoldPass(held, begin, shortcut)

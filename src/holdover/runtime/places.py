@@ -15,9 +15,11 @@ Carry = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 @dataclass(frozen=True, slots=True)
 class Place:
     """One call of the cut: `quiet` where no chain begins or ends and nothing leaves beside, `through` where a held
-    one is passed on as it comes, `live` where it comes before all that may be held.
+    one is passed on as it comes, `idle` where it might as well not be made, `live` where it comes before all that
+    may be held.
     """
 
+    number: int
     blocks: str
     index: int
     width: int
@@ -26,6 +28,7 @@ class Place:
     sides: tuple[int, ...]
     quiet: bool
     through: bool
+    idle: bool
     live: bool
     carry: Carry
 
@@ -33,22 +36,25 @@ class Place:
 def places(cut: Cut, begin: int) -> tuple[Place, ...]:
     """Every call of a cut; chains begin at `begin` or later."""
     opened: set[int] = set()
-    found = [_live(call) for call in cut.calls[:begin]]
-    for call in cut.calls[begin:]:
+    found = [_live(number, call) for number, call in enumerate(cut.calls[:begin])]
+    for number, call in enumerate(cut.calls[begin:], start=begin):
         opens = tuple(link for link in call.links if link.chain not in opened)
         opened.update(link.chain for link in opens)
-        found.append(_held(call, opens))
+        found.append(_held(number, call, opens))
     return tuple(found)
 
 
-def _live(call: BlockCall) -> Place:
-    return Place(call.blocks, call.index, call.width, (), (), (), True, False, True, _carry(call))
+def _live(number: int, call: BlockCall) -> Place:
+    kind = {"quiet": True, "through": False, "idle": False, "live": True}
+    return Place(number, call.blocks, call.index, call.width, (), (), (), **kind, carry=_carry(call))
 
 
-def _held(call: BlockCall, opens: tuple[Link, ...]) -> Place:
+def _held(number: int, call: BlockCall, opens: tuple[Link, ...]) -> Place:
     closes = tuple(link for link in call.links if link.closes)
-    quiet = not (opens or closes or call.sides)
-    return Place(call.blocks, call.index, call.width, opens, closes, call.sides, quiet, quiet, False, _carry(call))
+    idle = not (opens or call.sides)
+    quiet = idle and not closes
+    kind = {"quiet": quiet, "through": quiet, "idle": idle, "live": False}
+    return Place(number, call.blocks, call.index, call.width, opens, closes, call.sides, **kind, carry=_carry(call))
 
 
 def _carry(call: BlockCall) -> Carry:

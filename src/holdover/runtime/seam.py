@@ -18,10 +18,13 @@ from ..models.cut import Cut
 from ..policies.base import Decision
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
+from .feeders import candidates
 from .offload import onloaded
-from .passes import ComputePass, DecidePass, DivergedError, FinishPass, HoldPass, Pass, TracePass
+from .passes import ComputePass, DecidePass, FinishPass, HoldPass, Pass, Passes, TracePass
 from .replay import ReplayReport, compare
 from .residuals import Held, Residuals
+from .shortcut import WHOLE_WAY, Shortcut, shortcut
+from .standin import DivergedError
 from .unit import CutChoice, Unit
 from .whole import WholeSeam
 
@@ -57,15 +60,14 @@ class Seam:
 
     def _cut(self, call: Call) -> Outcome:
         """Follow the cut; a forward that leaves the known path is computed on a new trace."""
-        known = self._unit.cuts.get(call.structure)
+        known = self._unit.cuts.get(_kind(call))
         choice = self._trace(call) if not known_to_all(self._unit.groups, known is not None) or known is None else known
         try:
             return self._follow(call, choice)
         except DivergedError:
             choice = self._trace(call)
         try:
-            run = choice.computing(call.passes, _begin(call, choice.cut))
-            return Outcome(self._through(run, call), OTHER_PATH, run.held)
+            return self._computed(call, choice)
         except DivergedError:
             raise UnsupportedModelError(
                 f"{self._unit.class_name} calls other blocks each time it is given the same input: it cannot be cut."
@@ -75,9 +77,9 @@ class Seam:
         """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
         watch = TracePass()
         self._unit.run(watch, self._watched(call), call.args, call.kwargs)
-        choice = self._unit.cuts[call.structure] = CutChoice(
-            watch.trace.cut(self._unit.family.head), graphable=not watch.class_asked
-        )
+        cut = watch.trace.cut(self._unit.family.head)
+        begin = cut.head if call.signal is not None else 0
+        choice = self._unit.cuts[_kind(call)] = CutChoice(cut, begin, call.passes, not watch.class_asked)
         return choice
 
     def _watched(self, call: Call) -> Callable[..., Any]:
@@ -90,41 +92,56 @@ class Seam:
 
         def choose(signal: torch.Tensor | None) -> ComputePass | HoldPass:
             decision = call.decide(signal)
-            begin = _begin(call, choice.cut)
-            run: ComputePass | HoldPass
-            if decision.compute:
-                run = choice.computing(call.passes, begin)
-            else:
-                run = choice.holding(call.passes, call.held(), begin)
+            run = choice.computing() if decision.compute else choice.holding(call.held(), self._way(choice))
             run.witness = None if choice.checked or self._unit.compiled else {}
             made.append((decision, run))
             return run
 
         try:
-            output = self._through(self._begun(call, choice.cut, choose), call)
+            output = self._through(self._begun(call, choice, choose), call)
             decision, run = made[-1]
-            held = run.held if isinstance(run, ComputePass) else None
-            if held is not None and not choice.checked:
-                held = self._checked(call, choice, (output, run.witness), held)
+            held = self._kept(call, choice, output, run) if isinstance(run, ComputePass) else None
             return Outcome(output, decision, held)
         finally:
             for _, run in made:
                 run.start()
 
-    def _begun(self, call: Call, cut: Cut, choose: Choose) -> ComputePass | HoldPass | DecidePass:
+    def _computed(self, call: Call, choice: CutChoice) -> Outcome:
+        """The forward, computed whatever anyone would decide."""
+        run = choice.computing()
+        run.witness = None if self._unit.compiled else {}
+        try:
+            output = self._through(run, call)
+            return Outcome(output, OTHER_PATH, self._kept(call, choice, output, run))
+        finally:
+            run.start()
+
+    def _kept(self, call: Call, choice: CutChoice, output: Any, run: ComputePass) -> Held:
+        """What a computed forward leaves to be held; on a new cut it is checked first."""
+        return run.held if choice.checked else self._checked(call, choice, (output, run.witness), run.held)
+
+    def _way(self, choice: CutChoice) -> Shortcut:
+        """What is left out now, of all that may be."""
+        return choice.shortcut if self._leaves_out(choice) else WHOLE_WAY
+
+    def _leaves_out(self, choice: CutChoice) -> bool:
+        """Not where a compiler sees to it himself, and not where ranks meet on the way."""
+        return choice.passes.leaves_out and not self._unit.compiled and not self._unit.groups.in_step
+
+    def _begun(self, call: Call, choice: CutChoice, choose: Choose) -> ComputePass | HoldPass | DecidePass:
         """The pass to begin with: one that decides at the head, where the decision waits for a signal there."""
         if call.signal is None:
             return choose(None)
-        at_head = self._at_head(call, cut, choose)
-        return self._reached(call, cut, at_head) if self._unit.compiled else DecidePass(cut, at_head)
+        at_head = self._at_head(call, choice.cut, choose)
+        if self._unit.compiled:
+            return self._reached(call, choice.cut, at_head)
+        return DecidePass(choice.cut, at_head, self._way(choice))
 
     def _at_head(self, call: Call, cut: Cut, choose: Choose) -> AtHead:
         decided = choose(None) if call.see is not None else None
 
         def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
-            assert call.signal is not None
-            with onloaded(block):
-                signal = call.signal(block, arguments)
+            signal = _read(call, block, arguments)
             if decided is None or call.see is None:
                 return choose(self.context(call, cut, arguments, signal).modulated_input)
             call.see(signal)
@@ -146,7 +163,8 @@ class Seam:
 
     def _through(self, run: ComputePass | HoldPass | DecidePass, call: Call) -> Any:
         plain = call.plain if self._unit.graphable else self._watched(call)
-        output = self._unit.run(run, plain, call.args, call.kwargs)
+        with run.leaving_out():
+            output = self._unit.run(run, plain, call.args, call.kwargs)
         run.done()
         return output
 
@@ -154,7 +172,7 @@ class Seam:
         """What is held, in the form in which it replays."""
         if not self._unit.compiled:
             return self._check(call, choice, computed, held)
-        run = choice.computing(call.passes, _begin(call, choice.cut))
+        run = choice.computing()
         with run.witnessed() as left:
             output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
             self._check(call, choice, (output, left), run.held)
@@ -167,7 +185,7 @@ class Seam:
         if isinstance(computed_held, Residuals) and choice.cut.groups < len(choice.cut.chains):
             options.insert(0, computed_held.lumped())
         for option in options:
-            run = choice.holding(call.passes, option, _begin(call, choice.cut))
+            run = choice.holding(option, WHOLE_WAY)
             with run.witnessed() as left:
                 held = (self._unit.run(run, self._watched(call), call.args, call.kwargs), left)
                 run.done()
@@ -176,6 +194,7 @@ class Seam:
             reports.append(agreed(self._unit.groups, report))
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
+                choice.shortcut = self._shortcut(call, choice, option)
                 self._unit.report = reports[-1]
                 return option
         raise UnsupportedModelError(
@@ -183,6 +202,28 @@ class Seam:
             "Register an extractor for it with holdover.register_extractor.",
             reports[-1],
         )
+
+    def _shortcut(self, call: Call, choice: CutChoice, held: Held) -> Shortcut:
+        """What may be left out of a held step, found by holding the step that was just computed."""
+        if not self._leaves_out(choice):
+            return WHOLE_WAY
+
+        def hold(way: Shortcut) -> Any:
+            run = choice.holding(held, way)
+            try:
+                return self._through(run if call.signal is None else DecidePass(choice.cut, reading(run), way), call)
+            finally:
+                run.start()
+
+        def reading(run: HoldPass) -> AtHead:
+            def at_head(block: nn.Module, arguments: dict[str, Any]) -> HoldPass:
+                _read(call, block, arguments)
+                return run
+
+            return at_head
+
+        feeders = candidates(self._unit.core, lambda: hold(WHOLE_WAY))
+        return shortcut(choice.cut, choice.begin, feeders, hold)
 
     def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
         """What crosses the seam at the head.
@@ -213,6 +254,13 @@ class Seam:
         )
 
 
-def _begin(call: Call, cut: Cut) -> int:
-    """Where holding may start: at the head where the decision waits for a signal there, else at the first block."""
-    return cut.head if call.signal is not None else 0
+def _kind(call: Call) -> tuple[Any, bool, Passes]:
+    """What a cut is made for: the structure of the call, whether a signal is read at the head, what runs the blocks."""
+    return call.structure, call.signal is not None, call.passes
+
+
+def _read(call: Call, block: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    """The signal at the head."""
+    assert call.signal is not None
+    with onloaded(block):
+        return call.signal(block, arguments)

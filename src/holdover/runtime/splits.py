@@ -47,10 +47,11 @@ class Splits:
             self._of_block.clear()
             self._parts.clear()
 
-    def before(self, items: Sequence[Any], blocks: Sequence[nn.Module]) -> Sequence[Any]:
+    def before(self, items: Iterable[Any], blocks: Sequence[nn.Module]) -> Iterable[Any]:
         """What the model's loop gets, with the split of each block before it."""
         if not self._of_block:
             return items
+        items = list(items)
         hooks = [self._of_block.get(id(block)) for block in blocks[: len(items)]]
         return [item if own is None else Split(self, own, item) for item, own in zip(items, hooks, strict=True)]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 untraced: Any = torch.compiler.disable
+
+
+class DivergedError(Exception):
+    """The forward took another way than the cut says: whatever was held does not belong here."""
 
 
 class BlockByBlock(ABC):
@@ -33,7 +37,7 @@ class BlockByBlock(ABC):
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer one block call."""
 
-    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Sequence[Any]:
+    def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
         """A stand-in for each block; made once for as long as the list holds the same blocks.
 
         A pass that lives for one forward keeps none of them: the two would hold each other, and what the pass saw,

@@ -24,6 +24,7 @@ from .ranks import groups_of
 from .recent import KINDS, Recent
 from .replay import ReplayReport
 from .residuals import Held
+from .shortcut import WHOLE_WAY, Shortcut
 from .splits import Splits
 from .standin import BlockByBlock, untraced
 
@@ -33,32 +34,37 @@ Forward = Callable[["Unit", Callable[..., Any], Sequence[Any], Mapping[str, Any]
 
 @dataclass
 class CutChoice:
-    """The cut for one kind of call, and whether the segments of a stream are held as one."""
+    """The cut for one kind of call, and what its replay has shown: whether the segments of a stream are held as one,
+    and what a held step may leave out.
+    """
 
     cut: Cut
+    begin: int  # the call at which holding may start
+    passes: Passes
+    graphable: bool
     lumped: bool = False
     checked: bool = False
-    graphable: bool = True
-    _computing: dict[Any, ComputePass] = field(default_factory=dict)
-    _holding: dict[Any, HoldPass] = field(default_factory=dict)
+    shortcut: Shortcut = WHOLE_WAY
+    _computing: dict[bool, ComputePass] = field(default_factory=dict)
+    _holding: dict[Shortcut, HoldPass] = field(default_factory=dict)
 
-    def computing(self, passes: Passes, begin: int) -> ComputePass:
+    def computing(self) -> ComputePass:
         """A pass that computes; it is made once where it keeps nothing from one forward to the next."""
-        run = self._computing.get((passes, begin, self.lumped))
+        run = self._computing.get(self.lumped)
         if run is None:
-            run = passes.compute(self.cut, self.lumped, begin)
+            run = self.passes.compute(self.cut, self.lumped, self.begin)
             if run.traceable:
-                self._computing[passes, begin, self.lumped] = run
+                self._computing[self.lumped] = run
         run.start()
         return run
 
-    def holding(self, passes: Passes, held: Held, begin: int) -> HoldPass:
+    def holding(self, held: Held, shortcut: Shortcut) -> HoldPass:
         """A pass that adds what is held."""
-        run = self._holding.get((passes, begin))
+        run = self._holding.get(shortcut)
         if run is None:
-            run = passes.hold(self.cut, held, begin)
+            run = self.passes.hold(self.cut, held, self.begin, shortcut)
             if run.traceable:
-                self._holding[passes, begin] = run
+                self._holding[shortcut] = run
         else:
             run.start()
             run.give(held)

@@ -1,0 +1,294 @@
+"""What only feeds blocks does not run on a held step, and not a bit changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import holdover
+from holdover.runtime.feeders import TouchedError, Unrun, candidates
+from tiny.models import MODELS, with_timestep
+from tiny.pipelines import PIPELINES, run
+
+EVERY_THIRD = {"mag_ratios": [1.0], "mag_threshold": 1e9, "mag_max_skip_steps": 2, "mag_retention_ratio": 0.0}
+MAG = ("mag_cache", EVERY_THIRD | {"num_inference_steps": 12})
+TEA = ("tea_cache", {"coefficients": (0.0, 1.0), "rel_l1_thresh": 2.5})
+LATE = ("tea_cache", TEA[1] | {"read": "late"})
+FEEDERS = {
+    "FluxTransformer2DModel": {"pos_embed", "context_embedder"},
+    "FluxTransformer2DModel[controlnet]": {"pos_embed", "context_embedder"},
+    "SD3Transformer2DModel": {"context_embedder"},
+    "OvisImageTransformer2DModel": {"pos_embed", "context_embedder_norm", "context_embedder"},
+    "Flux2Transformer2DModel": {
+        "double_stream_modulation_img",
+        "double_stream_modulation_txt",
+        "single_stream_modulation",
+    },
+    "WanTransformer3DModel": {"rope"},
+    "AuraFlowTransformer2DModel": set(),
+}
+
+
+class Calls:
+    """Counts the forwards of some children, unnoticed: their classes are watched, not the modules."""
+
+    def __init__(self, monkeypatch, transformer, names):
+        self.of = dict.fromkeys(names, 0)
+        modules = {getattr(transformer, name): name for name in names}
+        for cls in {type(module) for module in modules}:
+            monkeypatch.setattr(cls, "forward", self._counting(cls.forward, modules))
+
+    def _counting(self, forward, modules):
+        def counting(module, *args, **kwargs):
+            if module in modules:
+                self.of[modules[module]] += 1
+            return forward(module, *args, **kwargs)
+
+        return counting
+
+
+def listened_to(transformer):
+    """The same transformer with a hook at each child: nothing may be left out."""
+    for child in transformer.children():
+        child.register_forward_hook(lambda *_: None)
+    return transformer
+
+
+def walked(model, tiny, method, settings, ts=(1.0, 0.9, 0.8, 0.6, 0.4)):
+    """The outputs of a few forwards, and which of them were computed."""
+    inputs = tiny.inputs()
+    with holdover.enable(model, method, **settings) as cache, torch.no_grad():
+        outputs = [model(**with_timestep(tiny, inputs, t), return_dict=False)[0] for t in ts]
+        return outputs, [v.computed for v in cache.stats().generations[-1].visits]
+
+
+@pytest.mark.parametrize("name", FEEDERS)
+def test_what_only_feeds_blocks_runs_at_computed_steps_alone(name, monkeypatch):
+    tiny = MODELS[name]
+    model = tiny.build()
+    calls = Calls(monkeypatch, model, FEEDERS[name])
+    inputs = tiny.inputs()
+    with holdover.enable(model, MAG[0], **MAG[1]) as cache, torch.no_grad():
+        model(**with_timestep(tiny, inputs, 1.0))
+        (choice,) = cache.engine.units[0].cuts.values()
+        found = {child for child, module in model.named_children() if module in choice.shortcut.feeders}
+        assert found == FEEDERS[name]
+        before = dict(calls.of)
+        for t in (0.9, 0.8, 0.7):
+            model(**with_timestep(tiny, inputs, t))
+        assert [v.computed for v in cache.stats().generations[-1].visits] == [True, False, False, True]
+    assert calls.of == {child: count + 1 for child, count in before.items()}
+
+
+@pytest.mark.parametrize("name", FEEDERS)
+@pytest.mark.parametrize(("method", "settings"), [MAG, TEA, LATE], ids=["mag", "tea", "late"])
+def test_no_bit_depends_on_what_is_left_out(name, method, settings):
+    tiny = MODELS[name]
+    short, computed = walked(tiny.build(), tiny, method, settings)
+    whole, same = walked(listened_to(tiny.build()), tiny, method, settings)
+    assert computed == same
+    assert not all(computed)
+    assert all(map(torch.equal, short, whole))
+
+
+@pytest.mark.parametrize(("method", "settings"), [MAG, TEA], ids=["mag", "tea"])
+def test_loops_end_where_blocks_would_only_hand_on(method, settings):
+    tiny = MODELS["FluxTransformer2DModel"]
+    model = tiny.build()
+    inputs = tiny.inputs()
+    with holdover.enable(model, method, **settings) as cache, torch.no_grad():
+        model(**with_timestep(tiny, inputs, 1.0))
+        (choice,) = cache.engine.units[0].cuts.values()
+    assert choice.shortcut.lengths == {"transformer_blocks": 1, "single_transformer_blocks": 0}
+
+
+def test_a_loop_ends_no_earlier_than_what_happens_between_blocks():
+    tiny = MODELS["FluxTransformer2DModel[controlnet_full]"]
+    model = tiny.build()
+    with holdover.enable(model, MAG[0], **MAG[1]) as cache, torch.no_grad():
+        model(**tiny.inputs())
+        (choice,) = cache.engine.units[0].cuts.values()
+    assert choice.shortcut.lengths == {"transformer_blocks": 3, "single_transformer_blocks": 3}
+
+
+@pytest.mark.parametrize(("method", "settings"), [MAG, TEA], ids=["mag", "tea"])
+def test_in_inference_mode_too(method, settings):
+    tiny = PIPELINES["FluxPipeline"]
+
+    def draw(pipe):
+        with holdover.enable(pipe, method, **settings), torch.inference_mode():
+            return run(pipe, **tiny.call(steps=6))
+
+    pipe = tiny.build()
+    listened_to(pipe.transformer)
+    assert torch.equal(draw(tiny.build()), draw(pipe))
+
+
+def test_a_hook_put_on_later_is_called_at_every_step_from_then_on():
+    tiny = MODELS["FluxTransformer2DModel"]
+    model, inputs, seen = tiny.build(), tiny.inputs(), []
+    settings = MAG[1] | {"mag_max_skip_steps": 9}
+    with holdover.enable(model, "mag_cache", **settings) as cache, torch.no_grad():
+        for t in (1.0, 0.9):
+            model(**with_timestep(tiny, inputs, t))
+        model.context_embedder.register_forward_hook(lambda module, args, output: seen.append(output))
+        for t in (0.8, 0.7):
+            model(**with_timestep(tiny, inputs, t))
+        assert [v.computed for v in cache.stats().generations[-1].visits] == [True, False, False, False]
+    assert len(seen) == 2
+    assert torch.equal(seen[0], model.context_embedder(inputs["encoder_hidden_states"]))
+
+
+@pytest.mark.parametrize(("method", "settings"), [MAG, TEA], ids=["mag", "tea"])
+def test_modules_are_what_they_were_also_after_an_exception(method, settings):
+    tiny = MODELS["FluxTransformer2DModel"]
+    model, inputs = tiny.build(), tiny.inputs()
+    with holdover.enable(model, method, **settings), torch.no_grad():
+        model(**with_timestep(tiny, inputs, 1.0))
+        broken = model.proj_out.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**with_timestep(tiny, inputs, 0.9))
+        broken.remove()
+        model(**with_timestep(tiny, inputs, 0.9))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, hidden_states, cond):
+        return hidden_states + self.layer(torch.tanh(hidden_states + cond))
+
+
+class Model(nn.Module):
+    """Three blocks that are given a condition; what else is done with it, and after the loop, is for the subclass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.cond_embed, self.out = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+
+    def forward(self, hidden_states, timestep, cond):
+        hidden_states, cond = self.embed(hidden_states), self.cond_embed(cond)
+        for index, block in enumerate(self.blocks):  # noqa: B007
+            hidden_states = block(hidden_states, cond)
+        return self.out(self.finish(hidden_states, cond, timestep, index))
+
+    def finish(self, hidden_states, cond, timestep, index):
+        return hidden_states
+
+
+class LooksLate(Model):
+    """Uses the condition after the blocks as well, but only once the noise is low."""
+
+    def finish(self, hidden_states, cond, timestep, index):
+        return hidden_states + cond if timestep < 0.85 else hidden_states
+
+
+class Counts(Model):
+    """Wants to know how far its loop went."""
+
+    def finish(self, hidden_states, cond, timestep, index):
+        return hidden_states * (index + 1)
+
+
+def steps_of(model, ts):
+    draw = torch.Generator().manual_seed(1)
+    hidden, cond = torch.randn(1, 5, 4, generator=draw), torch.randn(1, 1, 4, generator=draw)
+    settings = MAG[1] | {"mag_max_skip_steps": 9}
+    with holdover.enable(model, "mag_cache", **settings) as cache, torch.no_grad():
+        outputs = [model(hidden_states=hidden, timestep=t, cond=cond) for t in ts]
+        return outputs, [v.computed for v in cache.stats().generations[-1].visits], cache.engine.units[0]
+
+
+def test_a_forward_that_looks_after_all_is_computed_and_nothing_is_left_out_of_it_again():
+    model, ts = LooksLate().eval(), [torch.tensor(t) for t in (1.0, 0.9, 0.8, 0.7)]
+    outputs, computed, _ = steps_of(model, ts)
+    assert computed == [True, False, True, False]
+    plain = listened_to(LooksLate().eval())
+    expected, _, _ = steps_of(plain, ts)
+    assert torch.equal(outputs[1], expected[1])
+    draw = torch.Generator().manual_seed(1)
+    hidden, cond = torch.randn(1, 5, 4, generator=draw), torch.randn(1, 1, 4, generator=draw)
+    with torch.no_grad():
+        assert torch.equal(outputs[2], plain(hidden_states=hidden, timestep=ts[2], cond=cond))
+    assert torch.allclose(outputs[3], outputs[2], rtol=1e-5)  # the same input, and what was added is added back
+
+
+def test_a_model_that_counts_its_loop_goes_the_whole_way():
+    ts = [torch.tensor(t) for t in (1.0, 0.9)]
+    outputs, computed, unit = steps_of(Counts().eval(), ts)
+    assert computed == [True, False]
+    assert torch.allclose(outputs[1], outputs[0], rtol=1e-6)
+    (choice,) = unit.cuts.values()
+    assert not choice.shortcut.lengths
+
+
+LOOKS = {
+    "shape": lambda t: t.shape,
+    "dtype": lambda t: t.dtype,
+    "device": lambda t: t.device,
+    "truth": bool,
+    "length": len,
+    "items": list,
+    "sum": lambda t: t + 1,
+    "sum from the right": lambda t: torch.ones(1) + t,
+    "index": lambda t: t[0],
+    "list": lambda t: torch.cat([torch.ones(1), t]),
+    "module": nn.Linear(2, 2),
+    "text": repr,
+    "equality": lambda t: t == torch.ones(1),
+    "written": lambda t: torch.ones(1).add_(t),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_a_stand_in_can_be_carried_about_and_nothing_else(look):
+    layer = nn.Linear(2, 2)
+    model = nn.ModuleDict({"layer": layer})
+    with torch.no_grad():
+        feeders = candidates(model, lambda: layer(torch.ones(2)))
+        with feeders.left_out():
+            standing = layer(torch.ones(2))
+    assert isinstance(standing, Unrun)
+    assert isinstance(standing, torch.Tensor)
+    with pytest.raises(TouchedError) as touched:
+        look(standing)
+    assert touched.value.feeder is layer
+
+
+def test_a_postponed_result_is_the_very_tensor_once_it_is_wanted():
+    first, second = nn.Linear(2, 3), nn.Linear(3, 4)
+    model = nn.ModuleDict({"first": first, "second": second})
+    given = torch.randn(5, 2)
+    with torch.no_grad():
+        expected = second(first(given))
+        postponed = candidates(model, lambda: second(first(given))).postponed()
+        with postponed.waiting():
+            standing = second(first(given))
+            assert type(standing) is Unrun
+            postponed.run()
+            again = second(first(given))
+    assert type(standing) is torch.Tensor
+    assert torch.equal(standing, expected)
+    assert torch.equal(again, expected)
+
+
+class Sized(nn.Module):
+    """Returns a number beside its tensor."""
+
+    def forward(self, x):
+        return x * 2, x.shape[0]
+
+
+def test_a_module_that_returns_more_than_tensors_or_is_called_twice_always_runs():
+    sized, twice = Sized(), nn.Linear(2, 2)
+    model = nn.ModuleDict({"sized": sized, "twice": twice})
+    with torch.no_grad():
+        feeders = candidates(model, lambda: (sized(torch.ones(2)), twice(torch.ones(2)), twice(torch.ones(2))))
+    assert sized not in feeders
+    assert twice not in feeders
