@@ -54,7 +54,7 @@ def shortcut(cut: Cut, begin: int, feeders: Feeders, held: Held) -> Shortcut:
         except TouchedError as touched:
             feeders = feeders.but(touched.feeder)
             continue
-        except UNEXPECTED:
+        except (DivergedError, *OWN_ERRORS):
             return WHOLE_WAY
         looked = next((t for t in output if isinstance(t, Unrun)), None)
         if looked is None:
