@@ -28,16 +28,7 @@ class Shortcut:
 
 WHOLE_WAY = Shortcut({}, Feeders({}))
 # What a forward raises that finds a name unbound, a list too short or a shape wrong; what hooks raise is theirs.
-UNEXPECTED = (
-    DivergedError,
-    NameError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    AssertionError,
-)
+OWN_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
 
 
 def shortcut(cut: Cut, begin: int, feeders: Feeders, held: Held) -> Shortcut:
