@@ -6,7 +6,7 @@ run either. Whoever looks into one ends the forward, so nothing is ever made of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,26 +18,35 @@ from .outputs import mapped
 from .standin import DivergedError
 
 Forward = Callable[..., Any]
+HANDED_ON = frozenset([torch.cat, torch.stack, torch.Tensor.unsqueeze])  # what a model may do to what it hands on
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 class TouchedError(DivergedError):
-    """The forward looked into what a module would have returned: it does not only feed the blocks."""
+    """The forward looked into what modules would have returned: they do not only feed the blocks."""
 
-    def __init__(self, feeder: nn.Module) -> None:
+    def __init__(self, feeders: frozenset[nn.Module]) -> None:
         super().__init__()
-        self.feeder = feeder
+        self.feeders = feeders
 
 
 class Unrun(torch.Tensor):
-    """Stands for a tensor that a module would have returned; can be carried about, and nothing else."""
+    """Stands for a tensor that is made of what modules would have returned; can be handed on, and nothing else."""
 
-    feeder: nn.Module
+    feeders: frozenset[nn.Module]
+    waiting: list[Later] | None  # where calls go that may be wanted after all
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        touched = next(t for t in tensors_in([args, kwargs]) if isinstance(t, Unrun))
-        raise TouchedError(touched.feeder)
+        carried = [t for t in tensors_in([args, kwargs]) if isinstance(t, Unrun)]
+        feeders = frozenset[nn.Module]().union(*(t.feeders for t in carried))
+        if func not in HANDED_ON or "out" in (kwargs or {}):
+            raise TouchedError(feeders)
+        made = _unrun(feeders)
+        made.waiting = next((t.waiting for t in carried if t.waiting is not None), None)
+        if made.waiting is not None:
+            made.waiting.append((func, args, kwargs or {}, made))
+        return made
 
     def become(self, tensor: torch.Tensor) -> None:
         """Be that tensor from now on, for everyone who carries this one."""
@@ -45,32 +54,37 @@ class Unrun(torch.Tensor):
             _swap(self, tensor.detach())  # which wants a tensor that nobody else knows
 
 
-def _unrun(feeder: nn.Module) -> Unrun:
+Later = tuple[Forward, Sequence[Any], Mapping[str, Any], Any]  # a call, and what stands for its result
+
+
+def _unrun(feeders: Iterable[nn.Module]) -> Unrun:
     made: Unrun = torch.Tensor._make_subclass(Unrun, torch.empty(0))
-    made.feeder = feeder
+    made.feeders, made.waiting = frozenset(feeders), None
     return made
 
 
 def _standing_for(result: Any, feeder: nn.Module) -> Any:
-    return mapped(result, lambda _: _unrun(feeder))
+    return mapped(result, lambda _: _unrun([feeder]))
+
+
+def _wait_in(given: Any, waiting: list[Later] | None) -> None:
+    for standing in tensors_in(given):
+        standing.waiting = waiting  # type: ignore[attr-defined]
 
 
 class Feeders:
-    """Modules that may be left out of a held step, with stand-ins for what each returns."""
+    """Modules that may be left out of a held step, with stand-ins for what each call of them in a forward returns."""
 
-    def __init__(self, results: Mapping[nn.Module, Any]) -> None:
-        self._results = {module: _standing_for(result, module) for module, result in results.items()}
+    def __init__(self, results: Mapping[nn.Module, Sequence[Any]]) -> None:
+        self._results = {module: [_standing_for(r, module) for r in calls] for module, calls in results.items()}
         self._giving = {module: self._giver(module) for module in results}
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._results)
 
-    def __contains__(self, module: nn.Module) -> bool:
-        return module in self._results
-
-    def but(self, module: nn.Module) -> Feeders:
-        """All of them but one."""
-        return Feeders({m: result for m, result in self._results.items() if m is not module})
+    def but(self, modules: Iterable[nn.Module]) -> Feeders:
+        """All of them but these."""
+        return Feeders({module: calls for module, calls in self._results.items() if module not in modules})
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -80,30 +94,20 @@ class Feeders:
 
     def postponed(self) -> Postponed:
         """The same for one forward that may want them after all."""
-        return Postponed(self)
+        return Postponed(self._results)
 
     def _giver(self, module: nn.Module) -> Forward:
-        return lambda *args, **kwargs: self.give(module)
-
-    def give(self, module: nn.Module) -> Any:
-        """The stand-ins for what a module returns."""
-        return self._results[module]
-
-    def become(self, module: nn.Module, result: Any) -> None:
-        """Let a module's stand-ins be what it has returned; the next ones are new."""
-        given = self._results[module]
-        self._results[module] = _standing_for(given, module)
-        for standing, tensor in zip(tensors_in(given), tensors_in(result), strict=True):
-            standing.become(tensor)  # type: ignore[attr-defined]
+        return lambda *args, **kwargs: self._results[module][0]  # nobody can tell one call's from another's
 
 
 class Postponed:
     """What feeders were called with in one forward, before it is known whether anyone wants their results."""
 
-    def __init__(self, feeders: Feeders) -> None:
-        self._feeders = feeders
-        self._forwards = {module: self._postponing(module) for module in feeders}
-        self._calls: dict[nn.Module, tuple[Forward, Any, Any]] = {}
+    def __init__(self, results: dict[nn.Module, list[Any]]) -> None:
+        self._results = results
+        self._forwards = {module: self._postponing(module) for module in results}
+        self._waiting: list[Later] = []
+        self._called: list[nn.Module] = []
         self._wanted = False
 
     @contextmanager
@@ -113,13 +117,19 @@ class Postponed:
             with _replaced(self._forwards):
                 yield
         finally:
-            self._calls, self._forwards = {}, {}
+            self._waiting.clear()
+            self._forwards = {}
+            for module in self._called:
+                _wait_in(self._results[module], None)
 
     def run(self) -> None:
         """Make the calls, in the order in which they came."""
         self._wanted = True
-        for module, (forward, args, kwargs) in self._calls.items():
-            self._feeders.become(module, forward(*args, **kwargs))
+        for module in set(self._called):  # what stood for their results is these results now
+            self._results[module] = [_standing_for(given, module) for given in self._results[module]]
+        for forward, args, kwargs, given in self._waiting:
+            for standing, tensor in zip(tensors_in(given), tensors_in(forward(*args, **kwargs)), strict=True):
+                standing.become(tensor)  # type: ignore[attr-defined]
 
     def _postponing(self, module: nn.Module) -> Forward:
         forward = module.forward
@@ -127,21 +137,23 @@ class Postponed:
         def postponing(*args: Any, **kwargs: Any) -> Any:
             if self._wanted:
                 return forward(*args, **kwargs)
-            if module in self._calls:  # it was seen to be called once
-                raise TouchedError(module)
-            self._calls[module] = (forward, args, kwargs)
-            return self._feeders.give(module)
+            calls, number = self._results[module], self._called.count(module)
+            if number == len(calls):
+                raise TouchedError(frozenset([module]))
+            self._called.append(module)
+            _wait_in(calls[number], self._waiting)
+            self._waiting.append((forward, args, kwargs, calls[number]))
+            return calls[number]
 
         return postponing
 
 
 def candidates(transformer: nn.Module, forward: Callable[[], Any]) -> Feeders:
-    """The direct children that could be feeders, by one forward: each is called once and returns tensors only."""
+    """The direct children that could be feeders, by one forward: all they return is tensors, in one form."""
     seen: dict[nn.Module, list[Any]] = {child: [] for child in transformer.children() if _leaves_no_trace(child)}
     with _replaced({module: _remembering(module.forward, results) for module, results in seen.items()}):
         forward()
-    once = {module: results[0] for module, results in seen.items() if len(results) == 1}
-    return Feeders({module: result for module, result in once.items() if _only_tensors(result)})
+    return Feeders({module: results for module, results in seen.items() if _in_one_form(results)})
 
 
 def _leaves_no_trace(child: nn.Module) -> bool:
@@ -155,11 +167,16 @@ def _is_overheard(module: nn.Module) -> bool:
     return any(hooks) or module._compiled_call_impl is not None or any(name in vars(module) for name in over)
 
 
-def _only_tensors(result: Any) -> bool:
-    """Whether it is plain tensors through and through: a number among them could be another one next time."""
+def _in_one_form(results: Sequence[Any]) -> bool:
+    """Whether calls return the same arrangement of plain tensors: a number among them could be another next time."""
+    forms = {_form(result) for result in results}
+    return len(forms) == 1 and "foreign" not in str(forms)
+
+
+def _form(result: Any) -> str:
     if isinstance(result, (list, tuple)):
-        return all(_only_tensors(item) for item in result)
-    return type(result) is torch.Tensor
+        return f"({' '.join(map(_form, result))})"
+    return "tensor" if type(result) is torch.Tensor else "foreign"
 
 
 def _remembering(forward: Forward, results: list[Any]) -> Forward:

@@ -23,7 +23,7 @@ from .offload import onloaded
 from .passes import ComputePass, DecidePass, FinishPass, HoldPass, Pass, Passes, TracePass
 from .replay import ReplayReport, compare
 from .residuals import Held, Residuals
-from .shortcut import WHOLE_WAY, Shortcut, shortcut
+from .shortcut import WHOLE_WAY, Shortcut, same_bits, shortcut
 from .standin import DivergedError
 from .unit import CutChoice, Unit
 from .whole import WholeSeam
@@ -194,7 +194,7 @@ class Seam:
             reports.append(agreed(self._unit.groups, report))
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
-                choice.shortcut = self._shortcut(call, choice, option)
+                choice.shortcut = self._shortcut(call, choice, computed[0], option)
                 self._unit.report = reports[-1]
                 return option
         raise UnsupportedModelError(
@@ -203,27 +203,31 @@ class Seam:
             reports[-1],
         )
 
-    def _shortcut(self, call: Call, choice: CutChoice, held: Held) -> Shortcut:
-        """What may be left out of a held step, found by holding the step that was just computed."""
+    def _shortcut(self, call: Call, choice: CutChoice, computed: Any, held: Held) -> Shortcut:
+        """What may be left out of a held step, found by holding the step that was just computed; what is postponed
+        until a decision at the head must not change a bit of computed steps either.
+        """
         if not self._leaves_out(choice):
             return WHOLE_WAY
 
         def hold(way: Shortcut) -> Any:
-            run = choice.holding(held, way)
-            try:
-                return self._through(run if call.signal is None else DecidePass(choice.cut, reading(run), way), call)
-            finally:
-                run.start()
+            return through(choice.holding(held, way), way)
 
-        def reading(run: HoldPass) -> AtHead:
-            def at_head(block: nn.Module, arguments: dict[str, Any]) -> HoldPass:
+        def through(run: ComputePass | HoldPass, way: Shortcut) -> Any:
+            def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
                 _read(call, block, arguments)
                 return run
 
-            return at_head
+            try:
+                return self._through(run if call.signal is None else DecidePass(choice.cut, at_head, way), call)
+            finally:
+                run.start()
 
         feeders = candidates(self._unit.core, lambda: hold(WHOLE_WAY))
-        return shortcut(choice.cut, choice.begin, feeders, hold)
+        way = shortcut(choice.cut, choice.begin, feeders, hold)
+        if call.signal is None or not any(way.feeders):
+            return way
+        return way if same_bits(through(choice.computing(), way), computed) else WHOLE_WAY
 
     def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
         """What crosses the seam at the head.

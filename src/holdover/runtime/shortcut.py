@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..models.arguments import tensors_in
 from ..models.cut import Cut
 from .feeders import Feeders, TouchedError, Unrun
@@ -43,20 +41,21 @@ def shortcut(cut: Cut, begin: int, feeders: Feeders, held: Held) -> Shortcut:
         try:
             output = list(tensors_in([held(Shortcut(lengths, feeders))]))
         except TouchedError as touched:
-            feeders = feeders.but(touched.feeder)
+            feeders = feeders.but(touched.feeders)
             continue
         except (DivergedError, *OWN_ERRORS):
             return WHOLE_WAY
         looked = next((t for t in output if isinstance(t, Unrun)), None)
         if looked is None:
-            same = len(output) == len(whole) and all(map(_same_bits, output, whole))
-            return Shortcut(lengths, feeders) if same else WHOLE_WAY
-        feeders = feeders.but(looked.feeder)
+            return Shortcut(lengths, feeders) if same_bits(output, whole) else WHOLE_WAY
+        feeders = feeders.but(looked.feeders)
     return WHOLE_WAY
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and relative_error(a, b) == 0.0
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same, bit for bit."""
+    pairs = list(zip(tensors_in([one]), tensors_in([other]), strict=True))
+    return all(a.dtype == b.dtype and relative_error(a, b) == 0.0 for a, b in pairs)
 
 
 def _lengths(cut: Cut, begin: int) -> dict[str, int]:
