@@ -21,7 +21,7 @@ from .certify import allowed, fastest, fewest
 from .setting import planner_for
 from .trials import Trials
 
-_MARGIN = 12.0  # dB above the target at which the sequence of candidates begins
+_MARGIN = 20.0  # dB above the target at which the sequence of candidates begins
 _FASTER = 1.12  # from one candidate to the next
 
 
