@@ -211,7 +211,7 @@ class Seam:
             return WHOLE_WAY
 
         def hold(way: Shortcut) -> Any:
-            return through(choice.holding(held, way), way)
+            return through(choice.passes.hold(choice.cut, held, choice.begin, way), way)
 
         def through(run: ComputePass | HoldPass, way: Shortcut) -> Any:
             def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
