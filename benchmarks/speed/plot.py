@@ -31,7 +31,8 @@ def draw(path: Path, into: Path) -> Path:
     figure.tight_layout()
     into.mkdir(parents=True, exist_ok=True)
     written = into / "growth.svg"
-    figure.savefig(written, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": written.stem}):  # the same rows, the same file
+        figure.savefig(written, metadata={"Date": None})
     return written
 
 
