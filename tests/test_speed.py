@@ -18,7 +18,7 @@ from benchmarks.speed.run import TINY, Options, Table, built
 from benchmarks.speed.table import NONE_ON_PROCESSOR, NONE_YET, markdown, processor
 
 STEPS = 6
-FLUX = {(row.by, row.label): row for row in candidates(MODELS["flux"].ratios, everything=True)}
+FLUX = {(row.by, row.label): row for row in candidates(MODELS["flux"].ratios)}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_spent_budget_stops_before_anything_is_built(tmp_path: Path) -> None:
 
 def test_the_tables_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [FLUX["holdover", "mag_cache 0.24/5/0.1"]]
-    monkeypatch.setattr("benchmarks.speed.run.candidates", lambda ratios, everything: chosen)
+    monkeypatch.setattr("benchmarks.speed.run.candidates", lambda ratios: chosen)
     Table("flux", Options(tiny=True), Results(tmp_path / "speed.json", 300)).run()
     text = markdown(tmp_path / "speed.json")
     assert text.count("| no cache | 6 |") == 2

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default=",".join(SECTIONS), help=f"sections, of {','.join(SECTIONS)}")
     made.add_argument("--budget-seconds", type=float, default=float("inf"), help="stop before a row once it is spent")
     made.add_argument("--again", action="store_true", help="measure rows again that the file has")
-    made.add_argument("--whole", action="store_true", help="FLUX compiled as a whole, too")
+    made.add_argument("--whole", action="store_true", help="compiled as a whole, too")
     made.add_argument(
         "--cpu", action="store_true", help="the model in the box on two cores, and nothing else; has a file of its own"
     )

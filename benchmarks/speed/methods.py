@@ -49,7 +49,6 @@ class Candidate:
     put_on: PutOn
     floor: str | None = None
     forced: bool = False
-    chief: bool = True
 
 
 UNCACHED = Candidate("no cache", "", lambda pipe, steps: nullcontext(Session(caches=False)))
@@ -161,49 +160,34 @@ def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
         cache_dit.disable_cache(pipe.transformer)
 
 
-def candidates(ratios: str, everything: bool) -> list[Candidate]:
+def candidates(ratios: str) -> list[Candidate]:
     """The rows of one model after the uncached one, the weightiest first; cache-dit, whose patches stay on, last."""
     forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
-    rows = [
+    return [
         Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
         Candidate("plan, K = 10 of 50", "holdover", planned(share(10)), "scheduler"),
         Candidate("tea_cache", "holdover", ours("tea_cache", **TEA_FORCED), "no blocks", forced=True),
         Candidate(
             "tea_cache, read late", "holdover", ours("tea_cache", read="late", **TEA_FORCED), "no blocks", forced=True
         ),
-        Candidate("plan, K = 8 of 50", "holdover", planned(share(8)), "scheduler", chief=False),
-        Candidate("plan, K = 15 of 50", "holdover", planned(share(15)), "scheduler", chief=False),
-        Candidate(
-            "mag_cache 0.06/3/0.2",
-            "holdover",
-            ours("mag_cache", profile=ratios, **MAG_CAREFUL),
-            "no blocks",
-            chief=False,
-        ),
+        Candidate("plan, K = 8 of 50", "holdover", planned(share(8)), "scheduler"),
+        Candidate("plan, K = 15 of 50", "holdover", planned(share(15)), "scheduler"),
+        Candidate("mag_cache 0.06/3/0.2", "holdover", ours("mag_cache", profile=ratios, **MAG_CAREFUL), "no blocks"),
         *(
             Candidate(
                 f"mag_cache 0.24/5/0.1{HELD_IN}{place}",
                 "holdover",
                 ours("mag_cache", profile=ratios, hold_in=place, **MAG),
                 "no blocks",
-                chief=False,
             )
             for place in ("fp8", "cpu")
         ),
         Candidate("cache_dit F1B0", "holdover", ours("cache_dit", **forced_scm), "first block", forced=True),
         Candidate("MagCache 0.24/5/0.1", "diffusers", diffusers_own(_diffusers_mag(ratios)), "no blocks"),
-        Candidate(
-            "first block",
-            "diffusers",
-            diffusers_own(_first_block, _force_first_block),
-            "first block",
-            True,
-            chief=False,
-        ),
-        Candidate("TaylorSeer, interval 5", "diffusers", diffusers_own(_taylor), chief=False),
+        Candidate("first block", "diffusers", diffusers_own(_first_block, _force_first_block), "first block", True),
+        Candidate("TaylorSeer, interval 5", "diffusers", diffusers_own(_taylor)),
         Candidate("F1B0", "cache-dit", cache_dit_own, "first block", forced=True),
     ]
-    return [row for row in rows if everything or row.chief]
 
 
 def computing_all(ratios: str, steps: int) -> dict[str, PutOn]:

@@ -55,7 +55,6 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
     shape: Shape = Shape()
     uncached_steps: int = 20  # measured of the uncached run
-    everything: bool = False  # every method, not the chief ones alone
 
     def build(self, device: str, tiny: bool) -> nn.Module:
         """The transformer on its device, ready to draw."""
@@ -166,7 +165,6 @@ MODELS: dict[str, Model] = {
         _STACKS | {"pooled_projection_dim": 12, "guidance_embeds": True},
         {"guidance_embeds": True},
         uncached_steps=50,
-        everything=True,
     ),
     "qwen": Model(
         "Qwen-Image, 20B",
@@ -174,7 +172,6 @@ MODELS: dict[str, Model] = {
         qwen_inputs,
         "mc.qwen-image",
         _JOINT | {"num_layers": 3, "out_channels": 4},
-        everything=True,
     ),
     "wan": Model(
         "Wan 2.1 T2V, 14B",

@@ -50,8 +50,9 @@ class Results:
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row in the place of an older one, and write the file."""
         row = rounded(row | {"run": self._run})
-        rows = [old for old in self._figures["rows"] if key_of(old) != key_of(row)]
-        self._figures["rows"] = [*rows, row]
+        rows = self._figures["rows"]
+        place = next((i for i, old in enumerate(rows) if key_of(old) == key_of(row)), len(rows))
+        rows[place : place + 1] = [row]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".part")
         written.write_text(_text(self._figures))

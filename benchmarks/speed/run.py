@@ -16,7 +16,7 @@ from .methods import UNCACHED, Candidate, candidates
 from .models import MODELS, Model, Shape
 from .results import Results
 
-WHOLE = ("mag_cache 0.24/5/0.1", "plan, K = 10 of 50")  # each is compiled anew, which takes a minute
+CHIEF = ("mag_cache 0.24/5/0.1", "plan, K = 10 of 50")  # as a whole each is compiled anew, which takes a minute
 COMPILE_S = 100.0  # left in the budget before blocks are compiled; without it the mode waits for the next run
 TINY = Shape(64, 64, text=6)
 
@@ -47,13 +47,13 @@ class Table:
         self._name, self._options, self._results = name, options, results
         self._model = MODELS[name]
         self._shape = options.shape(self._model)
-        self._rows = candidates(self._model.ratios, self._model.everything)
+        self._rows = candidates(self._model.ratios)
         self._uncached: dict[str, dict[str, Any]] = {}
         self._floors: dict[str, float] = {}
 
     def run(self) -> None:
         """Measure what is lacking."""
-        modes = ["eager", "compiled", *(["whole"] if self._options.whole and self._name == "flux" else [])]
+        modes = ["eager", "compiled", *(["whole"] if self._options.whole else [])]
         lacking = [mode for mode in modes if self._results.lacking(self._identities(mode))]
         if not lacking:
             return
@@ -75,7 +75,7 @@ class Table:
 
     def _rows_in(self, mode: str) -> list[Candidate]:
         """All rows; of the model compiled as a whole, few."""
-        return [row for row in self._rows if mode != "whole" or row.label in WHOLE]
+        return [row for row in self._rows if mode != "whole" or row.label in CHIEF]
 
     def _identity(self, mode: str, row: Candidate) -> dict[str, Any]:
         return identity_of("table", self._name, self._shape, self._options.steps) | {
@@ -179,9 +179,7 @@ def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:
 def growth(options: Options, results: Results) -> None:
     """What a step costs beyond the ideal as pictures, batches and step counts grow; FLUX, eager."""
     model, transformer = MODELS["flux"], None
-    chosen = [
-        row for row in candidates(model.ratios, True) if row.label in ("mag_cache 0.24/5/0.1", "plan, K = 10 of 50")
-    ]
+    chosen = [row for row in candidates(model.ratios) if row.label in CHIEF]
     for axis, shape, steps in growth_points(options.tiny):
         for row in chosen:
             asked = identity_of("growth", "flux", shape, steps) | {"mode": axis, "by": row.by, "label": row.label}
