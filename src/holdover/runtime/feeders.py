@@ -77,7 +77,7 @@ class Feeders:
 
     def __init__(self, results: Mapping[nn.Module, Sequence[Any]]) -> None:
         self._results = {module: [_standing_for(r, module) for r in calls] for module, calls in results.items()}
-        self._giving = {module: self._giver(module) for module in results}
+        self._giving = {module: _giving(self._results, module) for module in results}
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._results)
@@ -95,9 +95,6 @@ class Feeders:
     def postponed(self) -> Postponed:
         """The same for one forward that may want them after all."""
         return Postponed(self._results)
-
-    def _giver(self, module: nn.Module) -> Forward:
-        return lambda *args, **kwargs: self._results[module][0]  # nobody can tell one call's from another's
 
 
 class Postponed:
@@ -177,6 +174,10 @@ def _form(result: Any) -> str:
     if isinstance(result, (list, tuple)):
         return f"({' '.join(map(_form, result))})"
     return "tensor" if type(result) is torch.Tensor else "foreign"
+
+
+def _giving(results: Mapping[nn.Module, Sequence[Any]], module: nn.Module) -> Forward:
+    return lambda *args, **kwargs: results[module][0]  # nobody can tell what stands for one call from another's
 
 
 def _remembering(forward: Forward, results: list[Any]) -> Forward:

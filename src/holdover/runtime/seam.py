@@ -222,6 +222,7 @@ class Seam:
                 return self._through(run if call.signal is None else DecidePass(choice.cut, at_head, way), call)
             finally:
                 run.start()
+                run.forget()
 
         feeders = candidates(self._unit.core, lambda: hold(WHOLE_WAY))
         way = shortcut(choice.cut, choice.begin, feeders, hold)

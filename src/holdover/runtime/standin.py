@@ -50,6 +50,10 @@ class BlockByBlock(ABC):
             made = self._made[blocks] = (modules, [BlockStandIn(self, blocks, i, m) for i, m in enumerate(modules)])
         return made[1]
 
+    def forget(self) -> None:
+        """Let go of the stand-ins, which hold the pass: it is not needed again soon."""
+        self._made.clear()
+
     def prepare(self, blocks: str, modules: Sequence[nn.Module]) -> None:
         """Make stand-ins for a compiler to look into."""
         made = self._graphed.get(blocks)
