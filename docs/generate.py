@@ -358,7 +358,7 @@ What the sources say or leave out, as it was noted when the numbers were taken o
 """
 
 
-CLASS_HEAD = ("class", "lists of blocks", "streams", "segments", "side outputs", "cache-dit")
+CLASS_HEAD = ("class", "lists of blocks", "streams", "segments", "side outputs", "left out", "cache-dit")
 TEA_HEAD = ("profile", "model", "chosen when", "signal", "computed at the start", "least", "thresholds", "source")
 MAG_HEAD = ("profile", "model", "chosen when", "steps", "branches", "never held", "advised", "source")
 
@@ -366,17 +366,19 @@ MAG_HEAD = ("profile", "model", "chosen when", "steps", "branches", "never held"
 def class_row(row: Support) -> Sequence[str]:
     lists = row.cut.split(";")[0]
     cached = row.cache_dit or row.cache_dit_refusal.replace(f" {row.name}", "")
-    return f"`{row.name}`", lists, str(len(row.streams)), str(row.segments), str(row.sides or ""), cached
+    counts = str(len(row.streams)), str(row.segments), str(row.sides or "")
+    return f"`{row.name}`", lists, *counts, ", ".join(row.left_out), cached
 
 
 def verdict(rows: Sequence[Support]) -> str:
     """How many classes replay, and with which diffusers."""
     versions = {row.verified for row in rows if row.verified}
-    count = sum(bool(row.verified) for row in rows)
+    replay, lean = sum(bool(row.verified) for row in rows), sum(bool(row.left_out) for row in rows)
+    cached = sum(bool(row.cache_dit) for row in rows)
     return (
         f"Each was built as a tiny model with random weights. With diffusers {', '.join(sorted(versions))} a held step "
-        f"replays a computed one in {count} of {len(rows)}. Under cache-dit {sum(bool(row.cache_dit) for row in rows)} "
-        "do; the others are refused, with the reason in the last column."
+        f"replays a computed one in {replay} of {len(rows)}. In {lean} it leaves out modules that only feed blocks, and "
+        f"not a bit changes. Under cache-dit {cached} replay; the others are refused, with the reason in the last column."
     )
 
 

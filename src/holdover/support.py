@@ -23,6 +23,7 @@ class Support:
     streams: tuple[str, ...]
     segments: int
     sides: int
+    left_out: tuple[str, ...]
     signals: tuple[str, ...]
     coefficients: tuple[str, ...]
     ratios: tuple[str, ...]
@@ -40,6 +41,8 @@ class Support:
             lines.append(
                 f"  sides     {self.sides} outputs are not carried on; a held step gets a copy of the last one"
             )
+        if self.left_out:
+            lines.append(f"  left out  {', '.join(self.left_out)}: they only feed blocks and do not run at a held step")
         lines.append(f"  TeaCache  signal {', '.join(self.signals)}; {_named('coefficients', self.coefficients)}")
         lines.append(f"  MagCache  {_named('ratios', self.ratios)}")
         lines.append(f"  cache-dit {self.cache_dit or f'refused: {self.cache_dit_refusal}'}")
@@ -91,6 +94,7 @@ def _row(name: str) -> Support:
         streams=tuple(measured["streams"]),
         segments=measured.get("segments", 1),
         sides=measured.get("sides", 0),
+        left_out=tuple(measured.get("left_out", ())),
         signals=signals or ("input",),
         coefficients=tuple(p.name for p in shipped("tea_cache") if p.transformer_class == name),
         ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),

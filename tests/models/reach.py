@@ -98,7 +98,8 @@ def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         cut = report.cut
         parts = {} if isinstance(cut, str) else {"lists": cut.lists, "segments": len(cut.chains), "sides": cut.sides}
         streams = [] if isinstance(cut, str) else sorted({f"{c.blocks}.{c.stream}" for c in cut.chains})
-        yield name, {"cut": str(cut), **parts, "streams": streams, "replays": report.ok, "cache_dit": cache_dit}
+        found = {"streams": streams, "left_out": report.left_out, "replays": report.ok, "cache_dit": cache_dit}
+        yield name, {"cut": str(cut), **parts, **found}
 
 
 def write() -> None:

@@ -131,6 +131,8 @@ def test_check_reports_and_leaves_the_model_alone():
     assert {name for name, _ in report.streams} >= {"transformer_blocks.hidden_states"}
     assert "FluxTransformer2DModel replays" in str(report)
     assert len(report.outputs) == 1
+    assert report.left_out == ("pos_embed", "context_embedder")
+    assert "not run at a held step: pos_embed, context_embedder" in str(report)
 
 
 def test_check_says_when_a_model_does_not_replay():

@@ -171,7 +171,7 @@ class HoldPass(_AlongPlaces):
     def __init__(self, residuals: Residuals, begin: int = 0, shortcut: Shortcut = WHOLE_WAY) -> None:
         super().__init__(residuals.cut, begin)
         self._shortcut = shortcut
-        self._places = tuple(p for p in self._places if p.index < shortcut.lengths.get(p.blocks, p.index + 1))
+        self._places = tuple(place for place in self._places if self.calls(place.blocks, place.index))
         self._count = len(self._places)
         self.give(residuals)
 

@@ -22,6 +22,7 @@ class ReplayReport:
     outputs: tuple[float, ...]
     streams: tuple[tuple[str, float], ...]
     tolerance: float
+    left_out: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -44,6 +45,8 @@ class ReplayReport:
         lines = [f"{self.model} {verdict}: largest relative error {self.max_error:.1e} (allowed {self.tolerance:.0e})"]
         lumped = ", held as one a stream" if self.lumped else ""
         lines.append(f"  cut: {self.cut}{lumped}")
+        if self.left_out:
+            lines.append(f"  not run at a held step: {', '.join(self.left_out)}")
         lines += [f"  output {i}: {error:.1e}" for i, error in enumerate(self.outputs)]
         lines += [f"  stream {name}: {error:.1e}" for name, error in self.streams]
         return "\n".join(lines)

@@ -7,6 +7,7 @@ it gets from the call, what was computed it gives back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class Seam:
         return choice.shortcut if self._leaves_out(choice) else WHOLE_WAY
 
     def _leaves_out(self, choice: CutChoice) -> bool:
-        """Not where a compiler sees to it himself, and not where ranks meet on the way."""
+        """Not where a compiler sees the whole of it anyway, and not where ranks meet on the way."""
         return choice.passes.leaves_out and not self._unit.compiled and not self._unit.groups.in_step
 
     def _begun(self, call: Call, choice: CutChoice, choose: Choose) -> ComputePass | HoldPass | DecidePass:
@@ -195,13 +196,17 @@ class Seam:
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
                 choice.shortcut = self._shortcut(call, choice, computed[0], option)
-                self._unit.report = reports[-1]
+                self._unit.report = replace(reports[-1], left_out=self._left_out(choice))
                 return option
         raise UnsupportedModelError(
             f"{reports[-1]}\nA held step would not be what it should be, so nothing is held on this model. "
             "Register an extractor for it with holdover.register_extractor.",
             reports[-1],
         )
+
+    def _left_out(self, choice: CutChoice) -> tuple[str, ...]:
+        """The children that a held step does without, by name."""
+        return tuple(name for name, child in self._unit.core.named_children() if child in choice.shortcut.feeders)
 
     def _shortcut(self, call: Call, choice: CutChoice, computed: Any, held: Held) -> Shortcut:
         """What may be left out of a held step, found by holding the step that was just computed; what is postponed
