@@ -377,8 +377,9 @@ def verdict(rows: Sequence[Support]) -> str:
     cached = sum(bool(row.cache_dit) for row in rows)
     return (
         f"Each was built as a tiny model with random weights. With diffusers {', '.join(sorted(versions))} a held step "
-        f"replays a computed one in {replay} of {len(rows)}. In {lean} it leaves out modules that only feed blocks, and "
-        f"not a bit changes. Under cache-dit {cached} replay; the others are refused, with the reason in the last column."
+        f"replays a computed one in {replay} of {len(rows)}. In {lean} it leaves out modules that only feed blocks; no "
+        f"bit changes by that. Under cache-dit {cached} replay; the others are refused, with the reason in the last "
+        "column."
     )
 
 
