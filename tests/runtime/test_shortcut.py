@@ -366,3 +366,24 @@ def test_computed_steps_keep_their_bits_whether_embedders_can_wait_or_not(cls, r
     assert torch.equal(outputs[0], expected)
     assert torch.allclose(outputs[1], expected, rtol=1e-5)
     assert torch.equal(outputs[3], expected)
+
+
+class Keeps(Model):
+    """Keeps what its embedder returned, and looks into it in the next forward."""
+
+    kept = None
+
+    def forward(self, hidden_states, timestep, cond):
+        before, self.kept = self.kept, self.cond_embed(cond)
+        hidden_states = self.embed(hidden_states)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, self.kept)
+        return self.out(hidden_states) if before is None else self.out(hidden_states) + 0 * before.sum()
+
+
+def test_what_a_model_keeps_for_its_next_forward_is_computed():
+    outputs, computed, unit = steps_of(Keeps().eval(), [torch.tensor(t) for t in (1.0, 0.9, 0.8)])
+    assert computed == [True, False, False]
+    (choice,) = unit.cuts.values()
+    assert unit.core.cond_embed not in choice.shortcut.feeders
+    assert torch.allclose(outputs[2], outputs[0], rtol=1e-5)

@@ -66,12 +66,13 @@ class Seam:
         try:
             return self._follow(call, choice)
         except DivergedError:
-            choice = self._trace(call)
+            pass
         try:
-            return self._computed(call, choice)
+            return self._computed(call, self._trace(call))
         except DivergedError:
             raise UnsupportedModelError(
-                f"{self._unit.class_name} calls other blocks each time it is given the same input: it cannot be cut."
+                f"{self._unit.class_name} calls other blocks each time it is given the same input, or keeps what its "
+                "modules return from one forward to the next: it cannot be cut."
             ) from None
 
     def _trace(self, call: Call) -> CutChoice:
