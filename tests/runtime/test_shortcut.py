@@ -199,12 +199,17 @@ class Counts(Model):
         return hidden_states * (index + 1)
 
 
-def steps_of(model, ts):
+def forward_of(model, t):
+    """One forward of such a model; but for the time all have the same input."""
     draw = torch.Generator().manual_seed(1)
     hidden, cond = torch.randn(1, 5, 4, generator=draw), torch.randn(1, 1, 4, generator=draw)
+    return model(hidden_states=hidden, timestep=t, cond=cond)
+
+
+def steps_of(model, ts):
     settings = MAG[1] | {"mag_max_skip_steps": 9}
     with holdover.enable(model, "mag_cache", **settings) as cache, torch.no_grad():
-        outputs = [model(hidden_states=hidden, timestep=t, cond=cond) for t in ts]
+        outputs = [forward_of(model, t) for t in ts]
         return outputs, [v.computed for v in cache.stats().generations[-1].visits], cache.engine.units[0]
 
 
@@ -215,10 +220,8 @@ def test_a_forward_that_looks_after_all_is_computed_and_nothing_is_left_out_of_i
     plain = listened_to(LooksLate().eval())
     expected, _, _ = steps_of(plain, ts)
     assert torch.equal(outputs[1], expected[1])
-    draw = torch.Generator().manual_seed(1)
-    hidden, cond = torch.randn(1, 5, 4, generator=draw), torch.randn(1, 1, 4, generator=draw)
     with torch.no_grad():
-        assert torch.equal(outputs[2], plain(hidden_states=hidden, timestep=ts[2], cond=cond))
+        assert torch.equal(outputs[2], forward_of(plain, ts[2]))
     assert torch.allclose(outputs[3], outputs[2], rtol=1e-5)  # the same input, and what was added is added back
 
 
@@ -353,13 +356,11 @@ def read_at_the_head():
 
 @pytest.mark.parametrize("cls", [Model, WritesItsInput])
 def test_computed_steps_keep_their_bits_whether_embedders_can_wait_or_not(cls, read_at_the_head):
-    draw = torch.Generator().manual_seed(1)
-    hidden, cond = torch.randn(1, 5, 4, generator=draw), torch.randn(1, 1, 4, generator=draw)
     model = cls().eval()
     with torch.no_grad():
-        expected = model(hidden_states=hidden, timestep=torch.tensor(1.0), cond=cond)
+        expected = forward_of(model, torch.tensor(1.0))
         with holdover.enable(model, TEA[0], **TEA[1]) as cache:
-            outputs = [model(hidden_states=hidden, timestep=torch.tensor(t), cond=cond) for t in (1.0, 0.9, 0.8, 0.7)]
+            outputs = [forward_of(model, torch.tensor(t)) for t in (1.0, 0.9, 0.8, 0.7)]
             assert [v.computed for v in cache.stats().generations[-1].visits] == [True, False, False, True]
             (choice,) = cache.engine.units[0].cuts.values()
     assert (model.cond_embed in choice.shortcut.feeders) == (cls is Model)

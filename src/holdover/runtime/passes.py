@@ -21,8 +21,6 @@ from .residuals import Held, Residuals
 from .shortcut import WHOLE_WAY, Shortcut
 from .standin import BlockByBlock, DivergedError, OpaqueStandIn
 
-_NOTHING = nullcontext()
-
 
 class Pass(Protocol):
     """Answers the loops of one forward over its blocks."""
@@ -71,7 +69,7 @@ class _AlongCut(BlockByBlock):
 
     def leaving_out(self) -> AbstractContextManager[None]:
         """Around the forward: what does not run in it beside the blocks."""
-        return _NOTHING
+        return nullcontext()
 
     @contextmanager
     def witnessed(self) -> Iterator[dict[int, torch.Tensor]]:

@@ -196,7 +196,7 @@ class Seam:
             reports.append(agreed(self._unit.groups, report))
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
-                choice.shortcut = self._shortcut(call, choice, computed[0], option)
+                choice.shortcut = self._shortcut(call, choice, option, computed[0], held[0])
                 self._unit.report = replace(reports[-1], left_out=self._left_out(choice))
                 return option
         raise UnsupportedModelError(
@@ -209,9 +209,9 @@ class Seam:
         """The children that a held step does without, by name."""
         return tuple(name for name, child in self._unit.core.named_children() if child in choice.shortcut.feeders)
 
-    def _shortcut(self, call: Call, choice: CutChoice, computed: Any, held: Held) -> Shortcut:
-        """What may be left out of a held step, found by holding the step that was just computed; what is postponed
-        until a decision at the head must not change a bit of computed steps either.
+    def _shortcut(self, call: Call, choice: CutChoice, held: Held, computed: Any, replayed: Any) -> Shortcut:
+        """What may be left out of a held step, found by holding the step that was just computed and replayed; what is
+        postponed until a decision at the head must not change a bit of computed steps either.
         """
         if not self._leaves_out(choice):
             return WHOLE_WAY
@@ -231,7 +231,7 @@ class Seam:
                 run.forget()
 
         feeders = candidates(self._unit.core, lambda: hold(WHOLE_WAY))
-        way = shortcut(choice.cut, choice.begin, feeders, hold)
+        way = shortcut(choice.cut, choice.begin, feeders, replayed, hold)
         if call.signal is None or not any(way.feeders):
             return way
         return way if same_bits(through(choice.computing(), way), computed) else WHOLE_WAY

@@ -29,25 +29,25 @@ WHOLE_WAY = Shortcut({}, Feeders({}))
 OWN_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
 
 
-def shortcut(cut: Cut, begin: int, feeders: Feeders, held: Held) -> Shortcut:
-    """The furthest way that is left out of a held forward and changes no bit of it.
+def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) -> Shortcut:
+    """The furthest way that is left out of a held forward and changes no bit of the output it had the whole way.
 
     `held` runs one. Children of the transformer are taken off the list of feeders as someone looks into what they
     return; a model that does not expect its loop to end early goes the whole way.
     """
-    whole = list(tensors_in([held(WHOLE_WAY)]))
+    whole = list(tensors_in([output]))
     lengths = _lengths(cut, begin)
     while whole:
         try:
-            output = list(tensors_in([held(Shortcut(lengths, feeders))]))
+            short = list(tensors_in([held(Shortcut(lengths, feeders))]))
         except TouchedError as touched:
             feeders = feeders.but(touched.feeders)
             continue
         except (DivergedError, *OWN_ERRORS):
             return WHOLE_WAY
-        looked = next((t for t in output if isinstance(t, Unrun)), None)
+        looked = next((t for t in short if isinstance(t, Unrun)), None)
         if looked is None:
-            return Shortcut(lengths, feeders) if same_bits(output, whole) else WHOLE_WAY
+            return Shortcut(lengths, feeders) if same_bits(short, whole) else WHOLE_WAY
         feeders = feeders.but(looked.feeders)
     return WHOLE_WAY
 

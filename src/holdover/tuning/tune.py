@@ -80,22 +80,30 @@ def tune(
     if best is None:
         return Tuned(profile, None, tuple(test.tried))
     shown = next(tried for tried in test.tried if tried.computed == best.computed)
-    certificate = Certificate(
-        target=str(wanted),
+    certificate = _certificate(pipe, profile, chosen, wanted, shown, (share, confidence))
+    kept = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
+    return Tuned(profile.with_facts(certificates=(*kept, certificate)), certificate, tuple(test.tried))
+
+
+def _certificate(
+    pipe: Any, profile: Profile, prompts: list[Prompt], target: Target, shown: Tried, promise: tuple[float, float]
+) -> Certificate:
+    """What was shown, with everything it was shown for."""
+    share, confidence = promise
+    return Certificate(
+        target=str(target),
         computed=shown.computed,
         noise=profile.facts.noise,
         share=share,
         confidence=confidence,
         prompts=len(shown.values),
-        below=_below(shown.values, wanted),
-        prompts_hash=hash_of(chosen),
+        below=_below(shown.values, target),
+        prompts_hash=hash_of(prompts),
         scheduler=type(pipe.scheduler).__name__,
         plan=shown.plan,
         guidance=profile.facts.guidance,
         adapters=tuple(a for module in transformers_of(pipe).values() for a in adapters(module)),
     )
-    kept = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
-    return Tuned(profile.with_facts(certificates=(*kept, certificate)), certificate, tuple(test.tried))
 
 
 @dataclass
