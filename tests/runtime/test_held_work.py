@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import holdover
 from tiny.models import MODELS, with_timestep
 
-READ = {"FluxTransformer2DModel": 1, "QwenImageTransformer2DModel": 2, "WanTransformer3DModel": 1}
+READ = {"FluxTransformer2DModel": 1, "QwenImageTransformer2DModel": 1, "WanTransformer3DModel": 1}
 CLOCK = {"aten::_local_scalar_dense", "aten::mean", "aten::_to_copy"}  # without a scheduler the timestep is read
 
 

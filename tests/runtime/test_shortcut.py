@@ -192,6 +192,38 @@ class LooksLate(Model):
         return hidden_states + cond if timestep < 0.85 else hidden_states
 
 
+class Beside(nn.Module):
+    """A block that hands on a condition beside the image."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.image, self.text = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden_states, cond):
+        return hidden_states + self.image(hidden_states + cond), cond + self.text(cond)
+
+
+class TwoStreams(Model):
+    """Its blocks change the condition as well; nobody reads what becomes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside(8) for _ in range(3))
+
+    def forward(self, hidden_states, timestep, cond):
+        hidden_states, cond = self.embed(hidden_states), self.cond_embed(cond)
+        for block in self.blocks:
+            hidden_states, cond = block(hidden_states, cond)
+        return self.out(self.finish(hidden_states, cond, timestep, 0))
+
+
+class ReadsBothLate(TwoStreams):
+    """Somebody does, once the noise is low."""
+
+    def finish(self, hidden_states, cond, timestep, index):
+        return hidden_states + cond if timestep < 0.85 else hidden_states
+
+
 class Counts(Model):
     """Wants to know how far its loop went."""
 
@@ -223,6 +255,49 @@ def test_a_forward_that_looks_after_all_is_computed_and_nothing_is_left_out_of_i
     with torch.no_grad():
         assert torch.equal(outputs[2], forward_of(plain, ts[2]))
     assert torch.allclose(outputs[3], outputs[2], rtol=1e-5)  # the same input, and what was added is added back
+
+
+@pytest.mark.parametrize("listened", [False, True], ids=["embedder left out", "embedder runs"])
+def test_a_stream_that_nobody_reads_is_not_held(listened):
+    model, ts = TwoStreams().eval(), [torch.tensor(t) for t in (1.0, 0.9)]
+    if listened:
+        listened_to(model)
+    with torch.no_grad():
+        expected = forward_of(model, ts[0])
+    outputs, computed, unit = steps_of(model, ts)
+    assert computed == [True, False]
+    assert torch.equal(outputs[0], expected)
+    assert torch.allclose(outputs[1], expected, rtol=1e-5)
+    assert unit.report.unread == ("blocks.cond",)
+    assert "nobody reads it after the blocks: blocks.cond" in str(unit.report)
+
+
+@pytest.mark.parametrize("listened", [False, True], ids=["embedder left out", "embedder runs"])
+def test_a_stream_that_is_read_after_all_is_computed_and_held_from_then_on(listened):
+    model, ts = ReadsBothLate().eval(), [torch.tensor(t) for t in (1.0, 0.9, 0.8, 0.7)]
+    if listened:
+        listened_to(model)
+    with torch.no_grad():
+        expected = forward_of(model, ts[2])
+    outputs, computed, unit = steps_of(model, ts)
+    assert computed == [True, False, True, False]
+    assert torch.equal(outputs[2], expected)
+    assert torch.allclose(outputs[3], expected, rtol=1e-5)
+    assert unit.report.unread == ()
+
+
+EMBEDDERS = {"FluxTransformer2DModel": "x_embedder", "QwenImageTransformer2DModel": "img_in"}
+
+
+@pytest.mark.parametrize(("name", "embedder"), EMBEDDERS.items())
+def test_one_tensor_is_held_where_nobody_reads_the_text(name, embedder):
+    tiny = MODELS[name]
+    model, inputs = tiny.build(), tiny.inputs()
+    with holdover.enable(model, "mag_cache", **MAG[1]) as cache, torch.no_grad():
+        for t in (1.0, 0.9, 0.8, 0.7):
+            model(**with_timestep(tiny, inputs, t))
+        assert cache.stats().peak_bytes == getattr(model, embedder)(inputs["hidden_states"]).nbytes
+        assert cache.engine.units[0].report.unread == ("transformer_blocks.encoder_hidden_states",)
 
 
 def test_a_model_that_counts_its_loop_goes_the_whole_way():
@@ -265,7 +340,7 @@ def test_a_stand_in_can_be_carried_about_and_nothing_else(look):
     assert isinstance(standing, torch.Tensor)
     with pytest.raises(TouchedError) as touched:
         look(standing)
-    assert touched.value.feeders == {layer}
+    assert touched.value.origins == {layer}
 
 
 def test_a_postponed_result_is_the_very_tensor_once_it_is_wanted():
@@ -274,7 +349,7 @@ def test_a_postponed_result_is_the_very_tensor_once_it_is_wanted():
     given = torch.randn(5, 2)
     with torch.no_grad():
         expected = second(first(given))
-        postponed = candidates(model, lambda: second(first(given))).postponed()
+        postponed = candidates(model, lambda: second(first(given))).postponed
         with postponed.waiting():
             standing = second(first(given))
             assert type(standing) is Unrun
@@ -313,7 +388,7 @@ def test_what_is_joined_on_the_way_is_joined_when_it_is_wanted():
         with feeders.left_out():
             assert type(forward()) is Unrun
         for _ in range(2):  # the second time with new stand-ins
-            postponed = feeders.postponed()
+            postponed = feeders.postponed
             with postponed.waiting():
                 joined = forward()
                 postponed.run()
@@ -325,7 +400,7 @@ def test_a_module_that_is_called_more_often_than_it_was_seen_to_be_ends_the_forw
     model = nn.ModuleDict({"layer": layer})
     with torch.no_grad():
         feeders = candidates(model, lambda: layer(torch.ones(2)))
-        with feeders.postponed().waiting():
+        with feeders.postponed.waiting():
             layer(torch.ones(2))
             with pytest.raises(TouchedError):
                 layer(torch.ones(2))

@@ -134,7 +134,7 @@ class StrategyPasses(Passes):
     def __init__(self, strategy: MagCacheStrategy) -> None:
         self._strategy = strategy
 
-    def compute(self, cut: Cut, lumped: bool, begin: int) -> ComputePass:
+    def compute(self, cut: Cut, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
         return _StrategyCompute(cut, begin, self._strategy)
 
     def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:

@@ -105,4 +105,4 @@ def host_values(value: Any) -> Any:
 
 def shapes(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Shape, dtype and device of every tensor argument: held results fit only where these are the same."""
-    return tuple([(t.shape, t.dtype, t.device) for t in tensors_in(dict(arguments))])
+    return tuple([(t.shape, t.dtype, t.device) for value in arguments.values() for t in tensors_in(value)])

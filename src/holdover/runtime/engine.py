@@ -198,21 +198,23 @@ class Engine:
             step = self._clock.step(unit.hint, timestep, runs_up)
             if step < self._generation.step:
                 self._start()  # the scheduler was set back by hand
-            whole = self._clock.grid.between(step, self._clock.grid.last)
         else:
             step = self._bare.step(unit.hint, timestep)
             label = self._generation.branches(unit).label(unit.hint.name, step, *clues)
             if self._generation.branches(unit).visited(label, step):
                 self._bare.restart()  # the same branch at the same step again: a new generation began
                 step = self._bare.step(unit.hint, timestep)
-            whole = self._bare_grid(unit)
         generation = self._generation
         generation.step = step
-        generation.grid(unit, whole, self.pipeline)
+        if not generation.has_grid(unit):
+            generation.settle_grid(unit, self._grid_from(unit, step), self.pipeline)
         branches = generation.branches(unit)
         return step, branches.arrive(branches.label(unit.hint.name, step, *clues), step)
 
-    def _bare_grid(self, unit: Unit) -> Grid:
+    def _grid_from(self, unit: Unit, step: int) -> Grid:
+        """The steps that run, of which this is the first: the scheduler's, or as many as someone has said."""
+        if self._clock.running:
+            return self._clock.grid.between(step, self._clock.grid.last)
         method = self._generation.method
         count = unit.hint.num_inference_steps or self._declared or method.declared_steps
         return Grid(count) if count else Grid.unbounded()

@@ -6,7 +6,7 @@ run either. Whoever looks into one ends the forward, so nothing is ever made of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,32 +18,32 @@ from .outputs import mapped
 from .standin import DivergedError
 
 Forward = Callable[..., Any]
+Origin = nn.Module | int  # a module that is not run, or a group of chains of which nothing is held
 HANDED_ON = frozenset([torch.cat, torch.stack, torch.Tensor.unsqueeze])  # what a model may do to what it hands on
 _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 class TouchedError(DivergedError):
-    """The forward looked into what modules would have returned: they do not only feed the blocks."""
+    """The forward looked into a tensor that is not there; `origins` are what it would have been made of."""
 
-    def __init__(self, feeders: frozenset[nn.Module]) -> None:
+    def __init__(self, origins: frozenset[Origin]) -> None:
         super().__init__()
-        self.feeders = feeders
+        self.origins = origins
 
 
 class Unrun(torch.Tensor):
-    """Stands for a tensor that is made of what modules would have returned; can be handed on, and nothing else."""
+    """Stands for a tensor made of what modules would have returned, or streams brought; can be handed on, no more."""
 
-    feeders: frozenset[nn.Module]
+    origins: frozenset[Origin]
     waiting: list[Later] | None  # where calls go that may be wanted after all
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         carried = [t for t in tensors_in([args, kwargs]) if isinstance(t, Unrun)]
-        feeders = frozenset[nn.Module]().union(*(t.feeders for t in carried))
+        origins = frozenset[Origin]().union(*(t.origins for t in carried))
         if func not in HANDED_ON or "out" in (kwargs or {}):
-            raise TouchedError(feeders)
-        made = _unrun(feeders)
-        made.waiting = next((t.waiting for t in carried if t.waiting is not None), None)
+            raise TouchedError(origins)
+        made = unrun(origins, next((t.waiting for t in carried if t.waiting is not None), None))
         if made.waiting is not None:
             made.waiting.append((func, args, kwargs or {}, made))
         return made
@@ -57,19 +57,15 @@ class Unrun(torch.Tensor):
 Later = tuple[Forward, Sequence[Any], Mapping[str, Any], Any]  # a call, and what stands for its result
 
 
-def _unrun(feeders: Iterable[nn.Module]) -> Unrun:
+def unrun(origins: Iterable[Origin], waiting: list[Later] | None = None) -> Unrun:
+    """A tensor that is not there."""
     made: Unrun = torch.Tensor._make_subclass(Unrun, torch.empty(0))
-    made.feeders, made.waiting = frozenset(feeders), None
+    made.origins, made.waiting = frozenset(origins), waiting
     return made
 
 
-def _standing_for(result: Any, feeder: nn.Module) -> Any:
-    return mapped(result, lambda _: _unrun([feeder]))
-
-
-def _wait_in(given: Any, waiting: list[Later] | None) -> None:
-    for standing in tensors_in(given):
-        standing.waiting = waiting  # type: ignore[attr-defined]
+def _standing_for(result: Any, feeder: nn.Module, waiting: list[Later] | None = None) -> Any:
+    return mapped(result, lambda _: unrun([feeder], waiting))
 
 
 class Feeders:
@@ -78,13 +74,14 @@ class Feeders:
     def __init__(self, results: Mapping[nn.Module, Sequence[Any]]) -> None:
         self._results = {module: [_standing_for(r, module) for r in calls] for module, calls in results.items()}
         self._giving = {module: _giving(self._results, module) for module in results}
+        self.postponed = Postponed(self._results)  # the same for forwards that may want them after all
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._results)
 
-    def but(self, modules: Iterable[nn.Module]) -> Feeders:
+    def but(self, origins: Collection[Origin]) -> Feeders:
         """All of them but these."""
-        return Feeders({module: calls for module, calls in self._results.items() if module not in modules})
+        return Feeders({module: calls for module, calls in self._results.items() if module not in origins})
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -92,57 +89,64 @@ class Feeders:
         with _replaced(self._giving):
             yield
 
-    def postponed(self) -> Postponed:
-        """The same for one forward that may want them after all."""
-        return Postponed(self._results)
-
 
 class Postponed:
-    """What feeders were called with in one forward, before it is known whether anyone wants their results."""
+    """What feeders were called with in a forward, before it is known whether anyone wants their results."""
 
-    def __init__(self, results: dict[nn.Module, list[Any]]) -> None:
-        self._results = results
-        self._forwards = {module: self._postponing(module) for module in results}
+    def __init__(self, results: Mapping[nn.Module, Sequence[Any]]) -> None:
         self._waiting: list[Later] = []
-        self._called: list[nn.Module] = []
-        self._wanted = False
+        self._modules = {module: _Postponing(module, calls, self._waiting) for module, calls in results.items()}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, they run when they are asked for, and from then on at once; afterwards nothing is kept."""
         try:
-            with _replaced(self._forwards):
+            with _replaced(self._modules):
                 yield
         finally:
             self._waiting.clear()
-            self._forwards = {}
-            for module in self._called:
-                _wait_in(self._results[module], None)
+            for module in self._modules.values():
+                module.begin()
 
     def run(self) -> None:
         """Make the calls, in the order in which they came."""
-        self._wanted = True
-        for module in set(self._called):  # what stood for their results is these results now
-            self._results[module] = [_standing_for(given, module) for given in self._results[module]]
+        for module in self._modules.values():
+            module.want()
         for forward, args, kwargs, given in self._waiting:
             for standing, tensor in zip(tensors_in(given), tensors_in(forward(*args, **kwargs)), strict=True):
                 standing.become(tensor)  # type: ignore[attr-defined]
 
-    def _postponing(self, module: nn.Module) -> Forward:
-        forward = module.forward
 
-        def postponing(*args: Any, **kwargs: Any) -> Any:
-            if self._wanted:
-                return forward(*args, **kwargs)
-            calls, number = self._results[module], self._called.count(module)
-            if number == len(calls):
-                raise TouchedError(frozenset([module]))
-            self._called.append(module)
-            _wait_in(calls[number], self._waiting)
-            self._waiting.append((forward, args, kwargs, calls[number]))
-            return calls[number]
+class _Postponing:
+    """The forward of a module whose calls wait."""
 
-        return postponing
+    def __init__(self, module: nn.Module, results: Sequence[Any], waiting: list[Later]) -> None:
+        self._module, self._waiting = module, waiting
+        self._given = [_standing_for(result, module, waiting) for result in results]
+        self._called, self._wanted = 0, False
+
+    def begin(self) -> None:
+        """Wait, from the next call on."""
+        self._called, self._wanted = 0, False
+
+    def want(self) -> None:
+        """Run, from the next call on; what stands for the results of calls will be these results."""
+        self._wanted = True
+        for call in range(self._called):
+            self._given[call] = _standing_for(self._given[call], self._module, self._waiting)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._wanted:
+            return self._run(*args, **kwargs)
+        if self._called == len(self._given):
+            raise TouchedError(frozenset([self._module]))
+        given = self._given[self._called]
+        self._called += 1
+        self._waiting.append((self._run, args, kwargs, given))
+        return given
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
 
 
 def candidates(transformer: nn.Module, forward: Callable[[], Any]) -> Feeders:

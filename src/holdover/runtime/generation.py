@@ -95,13 +95,15 @@ class Generation:
             self._branches[unit] = Branches(unit.groups.branch)
         return self._branches[unit]
 
-    def grid(self, unit: Unit, whole: Grid, pipeline: Any) -> Grid:
-        """The steps one transformer handles, settled at its first forward."""
-        if unit not in self._grids:
-            if whole.bounded and self.stats.steps is None:
-                self.stats.steps = whole.length
-            self._grids[unit] = unit.family.range_of(pipeline, unit.module, whole)
-        return self._grids[unit]
+    def has_grid(self, unit: Unit) -> bool:
+        """Whether one transformer has made a forward."""
+        return unit in self._grids
+
+    def settle_grid(self, unit: Unit, whole: Grid, pipeline: Any) -> None:
+        """Settle at its first forward which steps one transformer handles."""
+        if whole.bounded and self.stats.steps is None:
+            self.stats.steps = whole.length
+        self._grids[unit] = unit.family.range_of(pipeline, unit.module, whole)
 
     def grid_of(self, unit: Unit) -> Grid:
         """The steps one transformer handles."""

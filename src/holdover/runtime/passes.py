@@ -5,7 +5,7 @@ The model's own loop makes the calls; a pass answers them in order along the cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..models.arguments import named, pick
 from ..models.cut import BlockCall, Cut
 from ..models.trace import Trace
-from .feeders import Unrun
+from .feeders import Unrun, unrun
 from .places import Place, places
 from .residuals import Held, Residuals
 from .shortcut import WHOLE_WAY, Shortcut
@@ -102,9 +102,9 @@ class _AlongCut(BlockByBlock):
 class _AlongPlaces(_AlongCut):
     """Follows the cut by a table made beforehand."""
 
-    def __init__(self, cut: Cut, begin: int) -> None:
+    def __init__(self, cut: Cut, begin: int, unread: Collection[int] = ()) -> None:
         super().__init__(cut, begin)
-        self._places = places(cut, begin)
+        self._places = places(cut, begin, unread)
 
     def _arrive(self, blocks: str, index: int) -> Place:
         position = self._position
@@ -117,12 +117,12 @@ class _AlongPlaces(_AlongCut):
 
 
 class ComputePass(_AlongPlaces):
-    """Runs every block and stores what the blocks from `begin` on add."""
+    """Runs every block and stores what the blocks from `begin` on add to the streams that someone reads."""
 
     traceable = True
 
-    def __init__(self, cut: Cut, lumped: bool, begin: int = 0) -> None:
-        super().__init__(cut, begin)
+    def __init__(self, cut: Cut, lumped: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__(cut, begin, unread)
         self._lumped = lumped
         self._open: dict[int, torch.Tensor] = {}
         self._added: list[tuple[int, torch.Tensor]] = []
@@ -171,6 +171,7 @@ class HoldPass(_AlongPlaces):
         self._shortcut = shortcut
         self._places = tuple(place for place in self._places if self.calls(place.blocks, place.index))
         self._count = len(self._places)
+        self._unread = [unrun([c.group]) if c.group in shortcut.unread else None for c in self._cut.chains]
         self.give(residuals)
 
     def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
@@ -205,8 +206,10 @@ class HoldPass(_AlongPlaces):
         """A call where a chain begins or ends, or something leaves beside."""
         outputs = list(carried) if place.width else [carried]
         for link in place.opens:
-            held = self._adds[link.chain]
-            if held is not None and type(outputs[link.slot]) is not Unrun:
+            held, unread = self._adds[link.chain], self._unread[link.chain]
+            if unread is not None:
+                outputs[link.slot] = unread
+            elif held is not None and type(outputs[link.slot]) is not Unrun:
                 outputs[link.slot] = outputs[link.slot] + held
         for link in place.closes:
             self._witnessed(link.chain, outputs[link.slot])
@@ -226,7 +229,7 @@ class DecidePass(_AlongCut):
     ) -> None:
         super().__init__(cut, 0)
         self._choose = choose
-        self._feeders = shortcut.feeders.postponed()
+        self._feeders = shortcut.feeders.postponed
         self.chosen: ComputePass | HoldPass | None = None
 
     def leaving_out(self) -> AbstractContextManager[None]:
@@ -284,8 +287,8 @@ class Passes:
 
     leaves_out = True  # whether what it holds is added where chains open, and nowhere else
 
-    def compute(self, cut: Cut, lumped: bool, begin: int) -> ComputePass:
-        return ComputePass(cut, lumped, begin)
+    def compute(self, cut: Cut, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
+        return ComputePass(cut, lumped, begin, shortcut.unread)
 
     def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
         assert isinstance(held, Residuals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,15 @@ class Place:
     carry: Carry
 
 
-def places(cut: Cut, begin: int) -> tuple[Place, ...]:
-    """Every call of a cut; chains begin at `begin` or later."""
+def places(cut: Cut, begin: int, unread: Collection[int] = ()) -> tuple[Place, ...]:
+    """Every call of a cut; chains begin at `begin` or later, and those of groups that nobody reads not at all."""
     opened: set[int] = set()
     found = [_live(number, call) for number, call in enumerate(cut.calls[:begin])]
     for number, call in enumerate(cut.calls[begin:], start=begin):
-        opens = tuple(link for link in call.links if link.chain not in opened)
+        links = [link for link in call.links if cut.chains[link.chain].group not in unread]
+        opens = tuple(link for link in links if link.chain not in opened)
         opened.update(link.chain for link in opens)
-        found.append(_held(number, call, opens))
+        found.append(_held(number, call, opens, tuple(link for link in links if link.closes)))
     return tuple(found)
 
 
@@ -49,8 +50,7 @@ def _live(number: int, call: BlockCall) -> Place:
     return Place(number, call.blocks, call.index, call.width, (), (), (), **kind, carry=_carry(call))
 
 
-def _held(number: int, call: BlockCall, opens: tuple[Link, ...]) -> Place:
-    closes = tuple(link for link in call.links if link.closes)
+def _held(number: int, call: BlockCall, opens: tuple[Link, ...], closes: tuple[Link, ...]) -> Place:
     idle = not (opens or call.sides)
     quiet = idle and not closes
     kind = {"quiet": quiet, "through": quiet, "idle": idle, "live": False}

@@ -14,7 +14,9 @@ from ..models.cut import Cut
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """One full forward and one forced hold on the same inputs, compared."""
+    """One full forward and one forced hold on the same inputs, compared; and what the check found a held step can do
+    without: children that it need not run, streams that nobody reads after the blocks.
+    """
 
     model: str
     cut: Cut | str
@@ -23,6 +25,7 @@ class ReplayReport:
     streams: tuple[tuple[str, float], ...]
     tolerance: float
     left_out: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -47,6 +50,8 @@ class ReplayReport:
         lines.append(f"  cut: {self.cut}{lumped}")
         if self.left_out:
             lines.append(f"  not run at a held step: {', '.join(self.left_out)}")
+        if self.unread:
+            lines.append(f"  not held, for nobody reads it after the blocks: {', '.join(self.unread)}")
         lines += [f"  output {i}: {error:.1e}" for i, error in enumerate(self.outputs)]
         lines += [f"  stream {name}: {error:.1e}" for name, error in self.streams]
         return "\n".join(lines)
@@ -62,7 +67,7 @@ def compare(
     """Compare output and streams of a computed and a held forward."""
     (output, streams), (held_output, held_streams) = computed, held
     before, after = list(tensors_in(_plain(output))), list(tensors_in(_plain(held_output)))
-    names = _group_names(cut)
+    names = group_names(cut)
     errors = tuple(
         (names.get(group, str(group)), relative_error(streams[group], held_streams[group]))
         for group in streams.keys() & held_streams.keys()
@@ -92,7 +97,8 @@ def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def _group_names(cut: Cut | str) -> dict[int, str]:
+def group_names(cut: Cut | str) -> dict[int, str]:
+    """What the groups of chains are called."""
     if isinstance(cut, str):
         return {}
     return {chain.group: f"{chain.blocks}.{chain.stream}" for chain in cut.chains}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -59,9 +59,9 @@ class Residuals(Held):
         self._values[place] = residual if held is None else held + residual
 
     def at(self, chain: int) -> torch.Tensor | None:
-        """The residual to add where this chain begins; None where it is part of an earlier one."""
+        """The residual to add where this chain begins; None where it is part of an earlier one, or none is held."""
         place = self._place[chain]
-        return self._values[place] if self._first.get(place) == chain else None
+        return self._values.get(place) if self._first.get(place) == chain else None
 
     def lumped(self) -> Residuals:
         """The same residuals with the segments of each stream summed."""
@@ -70,6 +70,11 @@ class Residuals(Held):
             summed.add(chain, self._values[chain])
         summed.sides = self.sides
         return summed
+
+    def but(self, groups: Collection[int]) -> Residuals:
+        """The same without those of some groups of chains."""
+        dropped = {self._place[i] for i, chain in enumerate(self.cut.chains) if chain.group in groups}
+        return self._with({place: v for place, v in self._values.items() if place not in dropped}, self.sides)
 
     def mixed(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
         sums = {place: weighted_sum((w, r._values[place]) for w, r in terms) for place in self._values}

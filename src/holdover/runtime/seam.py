@@ -22,7 +22,7 @@ from .exchange import agreed, known_to_all
 from .feeders import candidates
 from .offload import onloaded
 from .passes import ComputePass, DecidePass, FinishPass, HoldPass, Pass, Passes, TracePass
-from .replay import ReplayReport, compare
+from .replay import ReplayReport, compare, group_names
 from .residuals import Held, Residuals
 from .shortcut import WHOLE_WAY, Shortcut, same_bits, shortcut
 from .standin import DivergedError
@@ -94,7 +94,8 @@ class Seam:
 
         def choose(signal: torch.Tensor | None) -> ComputePass | HoldPass:
             decision = call.decide(signal)
-            run = choice.computing() if decision.compute else choice.holding(call.held(), self._way(choice))
+            way = self._way(choice)
+            run = choice.computing(way) if decision.compute else choice.holding(call.held(), way)
             run.witness = None if choice.checked or self._unit.compiled else {}
             made.append((decision, run))
             return run
@@ -110,7 +111,7 @@ class Seam:
 
     def _computed(self, call: Call, choice: CutChoice) -> Outcome:
         """The forward, computed whatever anyone would decide."""
-        run = choice.computing()
+        run = choice.computing(self._way(choice))
         run.witness = None if self._unit.compiled else {}
         try:
             output = self._through(run, call)
@@ -174,7 +175,7 @@ class Seam:
         """What is held, in the form in which it replays."""
         if not self._unit.compiled:
             return self._check(call, choice, computed, held)
-        run = choice.computing()
+        run = choice.computing(WHOLE_WAY)
         with run.witnessed() as left:
             output = self._unit.run(run, self._unit.eagerly, call.args, call.kwargs)
             self._check(call, choice, (output, left), run.held)
@@ -197,17 +198,19 @@ class Seam:
             if reports[-1].ok:
                 choice.checked, choice.lumped = True, lumped
                 choice.shortcut = self._shortcut(call, choice, option, computed[0], held[0])
-                self._unit.report = replace(reports[-1], left_out=self._left_out(choice))
-                return option
+                self._unit.report = self._told(reports[-1], choice)
+                return option.but(choice.shortcut.unread) if isinstance(option, Residuals) else option
         raise UnsupportedModelError(
             f"{reports[-1]}\nA held step would not be what it should be, so nothing is held on this model. "
             "Register an extractor for it with holdover.register_extractor.",
             reports[-1],
         )
 
-    def _left_out(self, choice: CutChoice) -> tuple[str, ...]:
-        """The children that a held step does without, by name."""
-        return tuple(name for name, child in self._unit.core.named_children() if child in choice.shortcut.feeders)
+    def _told(self, report: ReplayReport, choice: CutChoice) -> ReplayReport:
+        """The report with what a held step does without, by name."""
+        way, names = choice.shortcut, group_names(choice.cut)
+        children = tuple(name for name, child in self._unit.core.named_children() if child in way.feeders)
+        return replace(report, left_out=children, unread=tuple(names[group] for group in sorted(way.unread)))
 
     def _shortcut(self, call: Call, choice: CutChoice, held: Held, computed: Any, replayed: Any) -> Shortcut:
         """What may be left out of a held step, found by holding the step that was just computed and replayed; what is
@@ -234,7 +237,7 @@ class Seam:
         way = shortcut(choice.cut, choice.begin, feeders, replayed, hold)
         if call.signal is None or not any(way.feeders):
             return way
-        return way if same_bits(through(choice.computing(), way), computed) else WHOLE_WAY
+        return way if same_bits(through(choice.computing(way), way), computed) else WHOLE_WAY
 
     def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
         """What crosses the seam at the head.

@@ -15,13 +15,13 @@ class SeenSignal:
 
     def __init__(self, value: torch.Tensor, before: SeenSignal | None, groups: Groups = ALONE) -> None:
         self.value = value
-        self._magnitude = magnitude(value)
         self._change: LateScalar | None = None
         if groups.in_step:  # entered by all ranks, with something to compare or not
             change = change_over(groups, value, None if before is None else before.value)
             self._change = None if before is None else LateScalar(change)
         elif before is not None:
             self._change = LateScalar(magnitude(value - before.value) / before._magnitude)
+        self._magnitude: torch.Tensor = magnitude(value)  # for the next step, while the change is on its way
 
     def change(self) -> float | None:
         """The change since the step before; None where there was none."""

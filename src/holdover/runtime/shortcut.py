@@ -1,14 +1,16 @@
-"""What a held step leaves out beside the blocks: loops that only hand streams on, and what feeds blocks alone."""
+"""What a held step leaves out beside the blocks: loops that only hand streams on, streams that nobody reads after
+them, and what feeds blocks alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..models.arguments import tensors_in
 from ..models.cut import Cut
-from .feeders import Feeders, TouchedError, Unrun
+from .feeders import Feeders, Origin, TouchedError, Unrun
 from .places import places
 from .replay import relative_error
 from .standin import DivergedError
@@ -18,13 +20,20 @@ Held = Callable[["Shortcut"], Any]
 
 @dataclass(frozen=True, eq=False)
 class Shortcut:
-    """`lengths` says after how many blocks a loop over a list may end; the feeders need not run."""
+    """`lengths` says after how many blocks a loop over a list may end; the feeders need not run, and nothing need be
+    held of the `unread` groups of chains.
+    """
 
     lengths: Mapping[str, int]
     feeders: Feeders
+    unread: frozenset[int]
+
+    def but(self, origins: Collection[Origin]) -> Shortcut:
+        """The same with these left in."""
+        return Shortcut(self.lengths, self.feeders.but(origins), self.unread.difference(origins))
 
 
-WHOLE_WAY = Shortcut({}, Feeders({}))
+WHOLE_WAY = Shortcut({}, Feeders({}), frozenset())
 # What a forward raises that finds a name unbound, a list too short or a shape wrong; what hooks raise is theirs.
 OWN_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
 
@@ -32,24 +41,30 @@ OWN_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, Run
 def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) -> Shortcut:
     """The furthest way that is left out of a held forward and changes no bit of the output it had the whole way.
 
-    `held` runs one. Children of the transformer are taken off the list of feeders as someone looks into what they
-    return; a model that does not expect its loop to end early goes the whole way.
+    `held` runs one. Children of the transformer and streams are left in as someone looks into what they would bring;
+    a model that does not expect its loop to end early goes the whole way.
     """
     whole = list(tensors_in([output]))
-    lengths = _lengths(cut, begin)
+    way = Shortcut(_lengths(cut, begin), feeders, _beside_main(cut))
     while whole:
         try:
-            short = list(tensors_in([held(Shortcut(lengths, feeders))]))
+            short = list(tensors_in([held(way)]))
         except TouchedError as touched:
-            feeders = feeders.but(touched.feeders)
+            way = way.but(touched.origins)
             continue
         except (DivergedError, *OWN_ERRORS):
             return WHOLE_WAY
         looked = next((t for t in short if isinstance(t, Unrun)), None)
         if looked is None:
-            return Shortcut(lengths, feeders) if same_bits(short, whole) else WHOLE_WAY
-        feeders = feeders.but(looked.feeders)
+            return way if same_bits(short, whole) else WHOLE_WAY
+        way = way.but(looked.origins)
     return WHOLE_WAY
+
+
+def _beside_main(cut: Cut) -> frozenset[int]:
+    """The groups of chains that might be read by nobody."""
+    main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
+    return frozenset(chain.group for chain in cut.chains) - main
 
 
 def same_bits(one: Any, other: Any) -> bool:

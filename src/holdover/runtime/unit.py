@@ -45,16 +45,16 @@ class CutChoice:
     lumped: bool = False
     checked: bool = False
     shortcut: Shortcut = WHOLE_WAY
-    _computing: dict[bool, ComputePass] = field(default_factory=dict)
+    _computing: dict[tuple[bool, Shortcut], ComputePass] = field(default_factory=dict)
     _holding: dict[Shortcut, HoldPass] = field(default_factory=dict)
 
-    def computing(self) -> ComputePass:
+    def computing(self, shortcut: Shortcut) -> ComputePass:
         """A pass that computes; it is made once where it keeps nothing from one forward to the next."""
-        run = self._computing.get(self.lumped)
+        run = self._computing.get((self.lumped, shortcut))
         if run is None:
-            run = self.passes.compute(self.cut, self.lumped, self.begin)
+            run = self.passes.compute(self.cut, self.lumped, self.begin, shortcut)
             if run.traceable:
-                self._computing[self.lumped] = run
+                self._computing[self.lumped, shortcut] = run
         run.start()
         return run
 
@@ -165,7 +165,7 @@ class Unit:
                 return iterate(this)
             graphed = self._graphed
             if graphed is None:
-                return around(this)  # type: ignore[no-any-return]
+                return around(this) if torch.compiler.is_compiling() else stand_ins(this)
             return iter(graphed.prepared(name)) if graphed.covers(name) else iterate(this)
 
         def getitem(this: nn.ModuleList, index: Any) -> Any:
