@@ -27,7 +27,6 @@ from holdover.teacache.method import polynomial_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-HELD_STEP = "mag_cache 0.24/5/0.1"
 NOTICE = "<!-- Written by docs/generate.py from the code: change it there. -->"
 
 REFERENCE = {
@@ -87,7 +86,7 @@ def pages() -> dict[Path, str]:
             docs / "performance.md",
             speed=speed(),
             residuals=residuals(),
-            held_step=held_step(),
+            held_step=speed("clocks"),
             processor=speed("processor", "speed_cpu.json"),
             host=host(),
         ),
@@ -124,7 +123,7 @@ def code(words: Iterable[Any]) -> str:
 
 
 def speed(part: str = "markdown", results: str = "speed.json") -> str:
-    """The tables of the speed benchmark from a result file: all of them, `in_short`, or those of the `processor`."""
+    """The tables of the speed benchmark from a result file: all of them, `in_short`, or a table of their own."""
     text: str = getattr(_benchmark("speed.table"), part)(RESULTS / results)
     return text
 
@@ -139,25 +138,6 @@ def residuals() -> str:
     ]
     head = ("`hold_in`", "held", "held step, GPU ms", "seconds of 50 steps", "PSNR, mean", "10th percentile")
     return table(head, rows)
-
-
-def held_step() -> str:
-    """What the card ran at while residuals were held."""
-    figures = figures_of("speed")
-    held = [r for r in figures["rows"] if (r["model"], r["label"], r["by"]) == ("flux", HELD_STEP, "holdover")]
-    rows = [(row, row["clocks"]) for row in held if row.get("clocks")]
-    cells = [
-        [
-            row["mode"],
-            f"{row['gpu_forward_ms']['held']:.3f}",
-            f"{at['sm_mhz']} of {at['max_sm_mhz']} MHz",
-            f"{at['power_w']:.0f} W" + (", at the limit" if at["power_limited"] else ""),
-        ]
-        for row, at in rows
-    ]
-    run = figures["runs"][rows[0][0]["run"]]
-    head = ("blocks", "held step, GPU ms", "clock", "power")
-    return f"{table(head, cells)}\n\n{HELD_STEP} on {rows[0][0]['title']}, {run['card']}, {run['date'][:10]}."
 
 
 def host() -> str:

@@ -27,6 +27,7 @@ NONE_ON_PROCESSOR = (
     "Nothing is measured yet: `python -m benchmarks.speed --cpu` writes `benchmarks/results/speed_cpu.json`."
 )
 HELD_IN = ", held in "
+RESIDUAL = "mag_cache 0.24/5/0.1"  # the row that stands for methods that hold residuals
 FIRST_PICTURE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
 
 Row = dict[str, Any]
@@ -150,10 +151,28 @@ def residuals(path: Path, model: str = "flux", mode: str = "eager") -> dict[str,
     for row in rows:
         label, _, place = row["label"].partition(HELD_IN)
         of_table = (row["section"], row["model"], row["mode"], row["by"]) == ("table", model, mode, "holdover")
-        if of_table and label == "mag_cache 0.24/5/0.1" and "raised" not in row:
+        if of_table and label == RESIDUAL and "raised" not in row:
             held = _figure(_megabytes(row.get("held_bytes")), ".1f MB")
             found[place or "device"] = [held, f"{row['gpu_forward_ms']['held']:.3f}", f"{row['seconds']:.2f}"]
     return found
+
+
+def clocks(path: Path, model: str = "flux") -> str:
+    """What the card ran at while residuals were held."""
+    if not path.exists():
+        return NONE_YET
+    figures = json.loads(path.read_text("utf-8"))
+    of_model = [r for r in figures["rows"] if (r["section"], r["model"], r["by"]) == ("table", model, "holdover")]
+    held = [row for row in of_model if row["label"] == RESIDUAL and row.get("clocks")]
+    shown = [[row["mode"], f"{row['gpu_forward_ms']['held']:.3f}", *_ran_at(row["clocks"])] for row in held]
+    run = figures["runs"][held[0]["run"]]
+    told = f"{RESIDUAL} on {held[0]['title']}, {run['card']}, {run['date'][:10]}."
+    return f"{table(('blocks', 'held step, GPU ms', 'clock', 'power'), shown)}\n\n{told}"
+
+
+def _ran_at(at: Row) -> list[str]:
+    limit = ", at the limit" if at["power_limited"] else ""
+    return [f"{at['sm_mhz']} of {at['max_sm_mhz']} MHz", f"{at['power_w']:.0f} W{limit}"]
 
 
 def growth(rows: Sequence[Row]) -> str:
