@@ -286,6 +286,19 @@ def test_a_stream_that_is_read_after_all_is_computed_and_held_from_then_on(liste
     assert unit.report.unread == ()
 
 
+def test_what_was_held_before_a_stream_was_read_is_not_weighed_with_what_is_held_after():
+    model, ts = ReadsBothLate().eval(), (1.0, 0.97, 0.94, 0.91, 0.88, 0.8, 0.7, 0.6)
+    settings = {"schedule": (0, 1, 2), "predictor": "newton", "quantity": "seam"}
+    with torch.no_grad(), holdover.enable(model, "plan", **settings) as cache:
+        cache.refresh(model, len(ts))
+        outputs = [forward_of(model, torch.tensor(t)) for t in ts]
+        computed = [v.computed for v in cache.stats().generations[-1].visits]
+    with torch.no_grad():
+        expected = forward_of(model, torch.tensor(ts[-1]))
+    assert computed == [True, True, True, False, False, True, False, False]
+    assert torch.allclose(outputs[-1], expected, rtol=1e-5)
+
+
 EMBEDDERS = {"FluxTransformer2DModel": "x_embedder", "QwenImageTransformer2DModel": "img_in"}
 
 

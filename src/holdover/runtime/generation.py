@@ -54,7 +54,10 @@ class Track:
         self.state.anchor = step
 
     def store(self, step: int, held: Held) -> None:
-        """Remember a computed step, and no more steps than the predictor needs."""
+        """Remember a computed step, and no more steps than the predictor needs; none that went another way."""
+        if self.residuals and not held.like(self.residuals[-1]):
+            self.anchors.clear()
+            self.residuals.clear()
         self.anchors.append(step)
         self.residuals.append(held if self.packing is AS_IS else held.mapped(self.packing.pack))
         depth = self.predictor.depth

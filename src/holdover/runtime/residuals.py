@@ -32,6 +32,10 @@ class Held(ABC):
     def mixed(self, terms: Sequence[tuple[float, Self]]) -> Self:
         """A weighted sum of such residuals."""
 
+    def like(self, other: Held) -> bool:
+        """Whether the two can be weighed together."""
+        return type(self) is type(other)
+
     def weighted(self, others: Sequence[Any], weights: Sequence[float]) -> Any:
         """A weighted sum of the others and this one, which comes last; `(0, ..., 1)` is this one itself."""
         if weights[-1] == 1.0 and not any(weights[:-1]):
@@ -70,6 +74,12 @@ class Residuals(Held):
             summed.add(chain, self._values[chain])
         summed.sides = self.sides
         return summed
+
+    def like(self, other: Held) -> bool:
+        """Of the same cut, and of the same streams."""
+        if not isinstance(other, Residuals) or self._place != other._place:
+            return False
+        return self._values.keys() == other._values.keys() and self.cut == other.cut
 
     def but(self, groups: Collection[int]) -> Residuals:
         """The same without those of some groups of chains."""
