@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdover.plan import paper, rollout
 from holdover.plan.kernel import Kernel
 from holdover.plan.paper import EXPECTED, Paper
 from holdover.plan.response import euler
@@ -39,13 +40,23 @@ def step_by_step(course: Course, computed: tuple[int, ...], ranges: Ranges) -> f
     return float(np.percentile(total, EXPECTED))
 
 
+def assert_walked(course: Course, computed: tuple[int, ...], ranges: Ranges) -> None:
+    """On paper a gap is made good at once, in a generation step by step: the ridge, which then counts more often, is
+    all that tells the two apart.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (paper, rollout):
+            patch.setattr(module, "RIDGE", 1e-10)
+        expected = Paper(course, ranges).expected([computed])
+        assert expected == pytest.approx([step_by_step(course, computed, ranges)], rel=1e-4, abs=1e-9)
+
+
 @relaxed
 @given(seed=seeds, data=st.data())
 def test_a_schedule_loses_what_a_walk_through_every_step_says(seed, data):
     course, ranges = course_of(16, seed), ((0, 15),)
     computed = data.draw(schedules(16))
-    expected = Paper(course, ranges).expected([computed])
-    assert expected == pytest.approx([step_by_step(course, computed, ranges)], rel=1e-3, abs=1e-9)
+    assert_walked(course, computed, ranges)
 
 
 @relaxed
@@ -53,15 +64,14 @@ def test_a_schedule_loses_what_a_walk_through_every_step_says(seed, data):
 def test_two_experts_are_walked_through_one_after_the_other(seed, data):
     course, ranges = course_of(16, seed), ((0, 6), (7, 15))
     computed = tuple(sorted({*data.draw(schedules(16)), 7}))
-    expected = Paper(course, ranges).expected([computed])
-    assert expected == pytest.approx([step_by_step(course, computed, ranges)], rel=1e-3, abs=1e-9)
+    assert_walked(course, computed, ranges)
 
 
 def test_schedules_are_judged_together_as_they_are_one_by_one():
-    paper = Paper(course_of(20, 4), ((0, 19),))
+    judge = Paper(course_of(20, 4), ((0, 19),))
     some = [(0, 1, 4, 9), (0,), (0, 5, 10, 15, 17), (0, 2, 7, 19), tuple(range(20))]
-    alone = np.concatenate([paper.expected([one]) for one in some])
-    assert paper.expected(some) == pytest.approx(alone)
+    alone = np.concatenate([judge.expected([one]) for one in some])
+    assert judge.expected(some) == pytest.approx(alone)
 
 
 def test_nothing_held_loses_nothing():
