@@ -16,7 +16,7 @@ from holdover.plan.schedules import growing
 from holdover.profiles import MagCacheProfile, shipped
 
 from .loop import BRANCH, Pipeline
-from .table import HELD_IN
+from .table import HELD_IN, RESIDUAL
 
 EVERY = 4  # a forced schedule computes every fourth step and the last: 14 of 50
 MAG = {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}
@@ -164,7 +164,7 @@ def candidates(ratios: str) -> list[Candidate]:
     """The rows of one model after the uncached one, the weightiest first; cache-dit, whose patches stay on, last."""
     forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
     return [
-        Candidate("mag_cache 0.24/5/0.1", "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
+        Candidate(RESIDUAL, "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
         Candidate("plan, K = 10 of 50", "holdover", planned(share(10)), "scheduler"),
         Candidate("tea_cache", "holdover", ours("tea_cache", **TEA_FORCED), "no blocks", forced=True),
         Candidate(
@@ -175,7 +175,7 @@ def candidates(ratios: str) -> list[Candidate]:
         Candidate("mag_cache 0.06/3/0.2", "holdover", ours("mag_cache", profile=ratios, **MAG_CAREFUL), "no blocks"),
         *(
             Candidate(
-                f"mag_cache 0.24/5/0.1{HELD_IN}{place}",
+                f"{RESIDUAL}{HELD_IN}{place}",
                 "holdover",
                 ours("mag_cache", profile=ratios, hold_in=place, **MAG),
                 "no blocks",

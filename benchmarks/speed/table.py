@@ -164,6 +164,8 @@ def clocks(path: Path, model: str = "flux") -> str:
     figures = json.loads(path.read_text("utf-8"))
     of_model = [r for r in figures["rows"] if (r["section"], r["model"], r["by"]) == ("table", model, "holdover")]
     held = [row for row in of_model if row["label"] == RESIDUAL and row.get("clocks")]
+    if not held:
+        return NONE_YET
     shown = [[row["mode"], f"{row['gpu_forward_ms']['held']:.3f}", *_ran_at(row["clocks"])] for row in held]
     run = figures["runs"][held[0]["run"]]
     told = f"{RESIDUAL} on {held[0]['title']}, {run['card']}, {run['date'][:10]}."

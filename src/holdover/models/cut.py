@@ -75,6 +75,16 @@ class Cut:
         streams = [self.chains[link.chain].stream for link in self.calls[self.head].links]
         return "hidden_states" if "hidden_states" in streams else streams[0]
 
+    @property
+    def main_groups(self) -> frozenset[int]:
+        """The groups that the main stream's chains are in."""
+        return frozenset(chain.group for chain in self.chains if chain.stream == self.main_stream)
+
+    @property
+    def group_names(self) -> dict[int, str]:
+        """What to call each group: by the list and the stream of its last chain."""
+        return {chain.group: f"{chain.blocks}.{chain.stream}" for chain in self.chains}
+
     def main_link(self, call: BlockCall) -> Link | None:
         """The main stream's link through a call, if it passes there."""
         return next((link for link in call.links if self.chains[link.chain].stream == self.main_stream), None)

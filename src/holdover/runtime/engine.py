@@ -206,8 +206,7 @@ class Engine:
                 step = self._bare.step(unit.hint, timestep)
         generation = self._generation
         generation.step = step
-        if not generation.has_grid(unit):
-            generation.settle_grid(unit, self._grid_from(unit, step), self.pipeline)
+        generation.settle_grid(unit, lambda: self._grid_from(unit, step), self.pipeline)
         branches = generation.branches(unit)
         return step, branches.arrive(branches.label(unit.hint.name, step, *clues), step)
 

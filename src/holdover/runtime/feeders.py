@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,7 +75,6 @@ class Feeders:
     def __init__(self, results: Mapping[nn.Module, Sequence[Any]]) -> None:
         self._results = {module: [_standing_for(r, module) for r in calls] for module, calls in results.items()}
         self._giving = {module: _giving(self._results, module) for module in results}
-        self.postponed = Postponed(self._results)  # the same for forwards that may want them after all
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._results)
@@ -88,6 +88,11 @@ class Feeders:
         """Inside, they do not run."""
         with _replaced(self._giving):
             yield
+
+    @cached_property
+    def postponed(self) -> Postponed:
+        """The same for forwards that may want them after all."""
+        return Postponed(self._results)
 
 
 class Postponed:

@@ -98,15 +98,13 @@ class Generation:
             self._branches[unit] = Branches(unit.groups.branch)
         return self._branches[unit]
 
-    def has_grid(self, unit: Unit) -> bool:
-        """Whether one transformer has made a forward."""
-        return unit in self._grids
-
-    def settle_grid(self, unit: Unit, whole: Grid, pipeline: Any) -> None:
-        """Settle at its first forward which steps one transformer handles."""
-        if whole.bounded and self.stats.steps is None:
-            self.stats.steps = whole.length
-        self._grids[unit] = unit.family.range_of(pipeline, unit.module, whole)
+    def settle_grid(self, unit: Unit, whole: Callable[[], Grid], pipeline: Any) -> None:
+        """Settle at its first forward which steps one transformer handles, of those that `whole` says."""
+        if unit not in self._grids:
+            grid = whole()
+            if grid.bounded and self.stats.steps is None:
+                self.stats.steps = grid.length
+            self._grids[unit] = unit.family.range_of(pipeline, unit.module, grid)
 
     def grid_of(self, unit: Unit) -> Grid:
         """The steps one transformer handles."""

@@ -67,7 +67,7 @@ def compare(
     """Compare output and streams of a computed and a held forward."""
     (output, streams), (held_output, held_streams) = computed, held
     before, after = list(tensors_in(_plain(output))), list(tensors_in(_plain(held_output)))
-    names = group_names(cut)
+    names = {} if isinstance(cut, str) else cut.group_names
     errors = tuple(
         (names.get(group, str(group)), relative_error(streams[group], held_streams[group]))
         for group in streams.keys() & held_streams.keys()
@@ -95,10 +95,3 @@ def _tolerance(dtypes: list[torch.dtype]) -> float:
 
 def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
-
-
-def group_names(cut: Cut | str) -> dict[int, str]:
-    """What the groups of chains are called."""
-    if isinstance(cut, str):
-        return {}
-    return {chain.group: f"{chain.blocks}.{chain.stream}" for chain in cut.chains}

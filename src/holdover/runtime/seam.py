@@ -22,7 +22,7 @@ from .exchange import agreed, known_to_all
 from .feeders import candidates
 from .offload import onloaded
 from .passes import ComputePass, DecidePass, FinishPass, HoldPass, Pass, Passes, TracePass
-from .replay import ReplayReport, compare, group_names
+from .replay import ReplayReport, compare
 from .residuals import Held, Residuals
 from .shortcut import WHOLE_WAY, Shortcut, same_bits, shortcut
 from .standin import DivergedError
@@ -91,17 +91,17 @@ class Seam:
     def _follow(self, call: Call, choice: CutChoice) -> Outcome:
         made: list[tuple[Decision, ComputePass | HoldPass]] = []
         self._unit.graphable = choice.graphable
+        way = self._way(choice)
 
         def choose(signal: torch.Tensor | None) -> ComputePass | HoldPass:
             decision = call.decide(signal)
-            way = self._way(choice)
             run = choice.computing(way) if decision.compute else choice.holding(call.held(), way)
             run.witness = None if choice.checked or self._unit.compiled else {}
             made.append((decision, run))
             return run
 
         try:
-            output = self._through(self._begun(call, choice, choose), call)
+            output = self._through(self._begun(call, choice.cut, way, choose), call)
             decision, run = made[-1]
             held = self._kept(call, choice, output, run) if isinstance(run, ComputePass) else None
             return Outcome(output, decision, held)
@@ -131,14 +131,12 @@ class Seam:
         """Not where a compiler sees the whole of it anyway, and not where ranks meet on the way."""
         return choice.passes.leaves_out and not self._unit.compiled and not self._unit.groups.in_step
 
-    def _begun(self, call: Call, choice: CutChoice, choose: Choose) -> ComputePass | HoldPass | DecidePass:
+    def _begun(self, call: Call, cut: Cut, way: Shortcut, choose: Choose) -> ComputePass | HoldPass | DecidePass:
         """The pass to begin with: one that decides at the head, where the decision waits for a signal there."""
         if call.signal is None:
             return choose(None)
-        at_head = self._at_head(call, choice.cut, choose)
-        if self._unit.compiled:
-            return self._reached(call, choice.cut, at_head)
-        return DecidePass(choice.cut, at_head, self._way(choice))
+        at_head = self._at_head(call, cut, choose)
+        return self._reached(call, cut, at_head) if self._unit.compiled else DecidePass(cut, at_head, way)
 
     def _at_head(self, call: Call, cut: Cut, choose: Choose) -> AtHead:
         decided = choose(None) if call.see is not None else None
@@ -208,7 +206,7 @@ class Seam:
 
     def _told(self, report: ReplayReport, choice: CutChoice) -> ReplayReport:
         """The report with what a held step does without, by name."""
-        way, names = choice.shortcut, group_names(choice.cut)
+        way, names = choice.shortcut, choice.cut.group_names
         children = tuple(name for name, child in self._unit.core.named_children() if child in way.feeders)
         return replace(report, left_out=children, unread=tuple(names[group] for group in sorted(way.unread)))
 
@@ -253,9 +251,8 @@ class Seam:
             run = ComputePass(cut, lumped=False)
             with run.witnessed() as left:
                 again(run)
-            main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
-            hidden = [t for group, t in left.items() if group in main]
-            return (hidden[-1], *(t for group, t in left.items() if group not in main))
+            hidden = [t for group, t in left.items() if group in cut.main_groups]
+            return (hidden[-1], *(t for group, t in left.items() if group not in cut.main_groups))
 
         temb = next((block[name] for name in _TEMB if isinstance(block.get(name), torch.Tensor)), signal)
         return CacheContext(

@@ -45,7 +45,8 @@ def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) ->
     a model that does not expect its loop to end early goes the whole way.
     """
     whole = list(tensors_in([output]))
-    way = Shortcut(_lengths(cut, begin), feeders, _beside_main(cut))
+    beside = frozenset(chain.group for chain in cut.chains) - cut.main_groups
+    way = Shortcut(_lengths(cut, begin), feeders, beside)
     while whole:
         try:
             short = list(tensors_in([held(way)]))
@@ -59,12 +60,6 @@ def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) ->
             return way if same_bits(short, whole) else WHOLE_WAY
         way = way.but(looked.origins)
     return WHOLE_WAY
-
-
-def _beside_main(cut: Cut) -> frozenset[int]:
-    """The groups of chains that might be read by nobody."""
-    main = {chain.group for chain in cut.chains if chain.stream == cut.main_stream}
-    return frozenset(chain.group for chain in cut.chains) - main
 
 
 def same_bits(one: Any, other: Any) -> bool:
