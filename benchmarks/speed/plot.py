@@ -1,9 +1,9 @@
-"""The growth plot: overhead per step beside the time of a computed step."""
+"""The growth plot: the time of a computed step above, overhead per step below."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,17 @@ def draw(path: Path, into: Path) -> Path:
     axes_shown = [axis for axis in TITLES if any(row["mode"] == axis for row in rows)]
     if not axes_shown:
         raise SystemExit(f"{path} has no growth rows: run `python -m benchmarks.speed --only growth` first.")
-    figure, panels = pyplot.subplots(1, len(axes_shown), figsize=(4 * len(axes_shown), 3.4), squeeze=False, sharey=True)
-    for axis, panel in zip(axes_shown, panels[0], strict=True):
-        _panel(panel, axis, [row for row in rows if row["mode"] == axis])
-    panels[0][0].set_ylabel("milliseconds a step")
+    figure, panels = pyplot.subplots(
+        2, len(axes_shown), figsize=(4 * len(axes_shown), 5), squeeze=False, sharex="col", sharey="row"
+    )
+    for column, axis in enumerate(axes_shown):
+        of_axis = [row for row in rows if row["mode"] == axis]
+        _panel(panels[0][column], of_axis, lambda row: row["gpu_ms"]["computed"])
+        _panel(panels[1][column], of_axis, lambda row: row["overhead_ms_per_step"])
+        panels[0][column].set_yscale("log")
+        panels[1][column].set_xlabel(TITLES[axis])
+    panels[0][0].set_ylabel("a computed step, ms")
+    panels[1][0].set_ylabel("beyond the ideal, ms a step")
     panels[0][-1].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     into.mkdir(parents=True, exist_ok=True)
@@ -36,25 +43,15 @@ def draw(path: Path, into: Path) -> Path:
     return written
 
 
-def _panel(panel: Axes, axis: str, rows: Sequence[dict[str, Any]]) -> None:
+def _panel(panel: Axes, rows: Sequence[dict[str, Any]], height: Callable[[dict[str, Any]], float]) -> None:
+    """A line for each method over what grows."""
     for label in dict.fromkeys(row["label"] for row in rows):
-        points = sorted(
-            (place(row), row["gpu_ms"]["computed"], row["overhead_ms_per_step"])
-            for row in rows
-            if row["label"] == label
-        )
-        places, computed, overhead = zip(*points, strict=True)
-        (drawn,) = panel.plot(
-            places, [max(ms, 1e-3) for ms in overhead], marker="o", label=f"{label}: beyond the ideal"
-        )
-        panel.plot(
-            places, computed, marker=".", linestyle=":", color=drawn.get_color(), label=f"{label}: computed step"
-        )
+        points = sorted((place(row), height(row)) for row in rows if row["label"] == label)
+        panel.plot(*zip(*points, strict=True), marker="o", label=label)
+    places = sorted({place(row) for row in rows})
     panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(sorted({place(row) for row in rows}), [str(p) for p in sorted({place(row) for row in rows})])
+    panel.set_xticks(places, [str(p) for p in places])
     panel.minorticks_off()
-    panel.set_xlabel(TITLES[axis])
     panel.grid(alpha=0.3)
 
 

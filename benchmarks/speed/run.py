@@ -87,7 +87,7 @@ class Table:
         }
 
     def _baseline(self, pipe: Pipeline, mode: str) -> None:
-        """The uncached run; measured anew in every process, because others are compared with it."""
+        """The uncached run: measured in every process, as its rows are compared with it; a row only where one lacks."""
         stop = min(self._model.uncached_steps, self._options.steps)
         row = measured(pipe, UNCACHED, self._options.steps, stop)
         if "wall_s" in row:
@@ -95,7 +95,9 @@ class Table:
         self._uncached[mode] = row
         if mode != "whole":
             self._floors = floors(pipe)
-        self._results.add(self._identity(mode, UNCACHED) | row | {"floors_ms": self._floors})
+        asked = self._identity(mode, UNCACHED)
+        if self._results.needs(asked):
+            self._results.add(asked | row | {"floors_ms": self._floors})
 
     def _mode(self, pipe: Pipeline, mode: str) -> None:
         if mode != "whole":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ def models(rows: Sequence[Row]) -> list[str]:
     """One table for each model and mode."""
     parts = []
     of_table = [row for row in rows if row["section"] == "table"]
-    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in of_table):
+    for model, mode in product(dict.fromkeys(row["model"] for row in of_table), MODES):
         chosen = [row for row in of_table if (row["model"], row["mode"]) == (model, mode)]
+        if not chosen:
+            continue
         plain = next((row for row in chosen if row["label"] == "no cache"), {})
         shown = [line(row, plain) for row in sorted(chosen, key=_rank) if row["label"] != "identical"]
         head = f"**{chosen[0]['title']}**, {chosen[0]['shape']}, {chosen[0]['steps']} steps, {MODES[mode]}"
