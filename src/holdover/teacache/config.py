@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..base import check_coefficients
-from ..config import Config, setting
+from ..config import setting
+from ..settings import TeaCacheSettings
 
 UNNAMED = "QwenImageTransformer2DModel"  # the documented default, which stands for the transformer's own class
 
 
 @dataclass(frozen=True)
-class TeaCacheConfig(Config):
+class TeaCacheConfig(TeaCacheSettings):
     """Hold while the accumulated, rescaled change of the signal stays below `rel_l1_thresh`.
 
     `coefficients` are the rescaling polynomial, highest power first; without them they come from `profile` (a
@@ -24,14 +24,8 @@ class TeaCacheConfig(Config):
 
     method: ClassVar[str] = "tea_cache"
 
-    rel_l1_thresh: float = setting(0.2, ge=0, doc="hold while the accumulated change is below this")
-    coefficients: tuple[float, ...] | None = setting(None, doc="rescaling polynomial, highest power first")
     transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
     profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
     signal: str | None = setting(None, doc="which of the model's signals to compare")
     read: str = setting("now", choices=("now", "late"), doc="wait for each step's change, or only for computed steps'")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_coefficients(self.coefficients, type(self).__name__)
