@@ -34,8 +34,8 @@ class MagCacheSettings(Config):
     mag_threshold: float = setting(0.24, ge=0, doc="hold while the accumulated error is at most this")
     mag_max_skip_steps: int = setting(5, ge=0, doc="hold at most this many steps in a row")
     mag_retention_ratio: float = setting(0.1, ge=0, le=1, doc="part of the steps at the start that is always computed")
-    mag_ratios: Ratios | None = setting(None, doc="magnitude ratios, one a step; by branch where they differ")
     num_inference_steps: int = setting(28, ge=1, doc="number of steps where no scheduler says it")
+    mag_ratios: Ratios | None = setting(None, doc="magnitude ratios, one a step; by branch where they differ")
     calibrate: bool = setting(False, doc="hold nothing and measure the magnitude ratios")
     mag_calibrate: bool = setting(False, doc="the same under its other documented name")
 
