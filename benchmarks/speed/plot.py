@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-TITLES = {"resolution": "side of the picture, pixels", "batch": "batch at 512x512", "steps": "steps at 512x512"}
+TITLES = {"resolution": "side of the picture, pixels", "batch": "batch at 1024x1024", "steps": "steps at 1024x1024"}
 
 
 def draw(path: Path, into: Path) -> Path:

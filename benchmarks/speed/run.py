@@ -171,10 +171,10 @@ def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:
     """What grows, what is drawn, in how many steps."""
     if tiny:
         return [("resolution", TINY, 6), ("batch", replace(TINY, batch=2), 6), ("steps", TINY, 12)]
-    small = Shape(512, 512)
+    usual = Shape(1024, 1024)
     return [
-        *(("batch", replace(small, batch=batch), 50) for batch in (1, 2, 4, 8)),
-        *(("steps", small, steps) for steps in (20, 50, 100)),
+        *(("batch", replace(usual, batch=batch), 50) for batch in (1, 2, 4, 8)),
+        *(("steps", usual, steps) for steps in (20, 50, 100)),
         *(("resolution", Shape(side, side), 50) for side in (512, 1024, 1536, 2048)),
     ]
 
