@@ -20,6 +20,7 @@ from holdover.metrics import (
     PSNR_CAP,
     Summary,
     as_images,
+    each,
     latents_as_images,
     lpips,
     lpips_missing,
@@ -76,6 +77,25 @@ class TestBatches:
         low = metric(a.bfloat16(), b.bfloat16())
         assert low.dtype == torch.float64
         assert torch.equal(low, metric(a.bfloat16().double(), b.bfloat16().double()))
+
+
+class TestEach:
+    def test_a_picture_has_one_value(self) -> None:
+        a, b = torch.rand(2, 3, 3, 16, 16, dtype=torch.double)
+        assert torch.equal(each(psnr, a, b), psnr(a, b))
+        assert torch.equal(each(ssim, a, b), ssim(a, b))
+
+    def test_of_a_video_the_error_of_all_pixels_counts(self) -> None:
+        a, b = torch.rand(2, 4, 5, 3, 16, 12, dtype=torch.double)
+        errors = ((a - b) ** 2).mean((1, 2, 3, 4))
+        torch.testing.assert_close(each(psnr, a, b), -10 * errors.log10())
+        ours = each(nonwhite_error, a, b)
+        assert ours.shape == (4,)
+        torch.testing.assert_close(ours[1], nonwhite_error(torch.cat(list(a[1]), 1), torch.cat(list(b[1]), 1)))
+
+    def test_of_other_metrics_the_frames_mean_is_taken(self) -> None:
+        a, b = torch.rand(2, 4, 5, 3, 16, 12)
+        torch.testing.assert_close(each(ssim, a, b), ssim(a, b).mean(1))
 
 
 class TestNonwhite:

@@ -88,3 +88,8 @@ def test_neighbours_move_one_step_and_keep_the_first(steps, data):
         assert len(set(other) - set(computed)) == 1
     assert computed not in moved
     assert len(set(moved)) == len(moved)
+
+
+def test_neighbours_keep_the_first_step_of_each_expert():
+    assert set(neighbours((0, 4, 5), 8, (0, 4))) == {(0, 2, 4), (0, 3, 4), (0, 4, 6), (0, 4, 7)}
+    assert list(neighbours((0, 4), 8, (0, 4))) == []

@@ -43,7 +43,14 @@ class Caller:
 
     @property
     def _accepted(self) -> set[str]:
-        return set(inspect.signature(type(self.pipe).__call__).parameters)
+        """The keywords the pipeline takes; those it hands on to the class it is made from, too."""
+        found: set[str] = set()
+        for cls in (c for c in type(self.pipe).__mro__ if "__call__" in vars(c)):
+            parameters = inspect.signature(vars(cls)["__call__"]).parameters
+            found |= set(parameters)
+            if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+        return found
 
     def _shared(self) -> dict[str, Any]:
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, HoldoverError, UnsupportedModelError
-from ..metrics import psnr
+from ..metrics import each, psnr
 from ..plan.kernel import Array
 from ..plan.rollout import Course
 from ..plan.setting import Setting
@@ -47,6 +47,7 @@ class Session:
         self._offsets: list[float] = []
         self._surprise: list[float] = []
         self._noise: tuple[float, ...] = ()
+        self._starts: tuple[int, ...] = (0,)
         self._whole = True
         self._engine = Engine(caller.pipe, transformers_of(caller.pipe), NoneMethod())
 
@@ -102,7 +103,7 @@ class Session:
             )
         if self._noise not in ((), noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
-        self._noise = noise
+        self._noise, self._starts = noise, tuple(first for first, _ in setting.ranges)
         assert reference.branched is not None
         return reference.branched.mixed(reference.outputs)
 
@@ -146,7 +147,7 @@ class Session:
     def _compare(self, pictures: torch.Tensor | None, probed: torch.Tensor | None, errors: Array) -> None:
         """What an error of the last latent means for the picture, in dB."""
         if pictures is not None and probed is not None and len(pictures) == len(errors):
-            quality = psnr(probed, pictures).double().cpu().numpy()
+            quality = each(psnr, probed, pictures).double().cpu().numpy()
             offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
             self._offsets.extend(float(offset) for offset in offsets if np.isfinite(offset))
 
@@ -168,6 +169,7 @@ class Session:
             branches=mixed.branches,
             mix=mixed.mix,
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
+            starts=self._starts,
             psnr_offset=float(np.mean(self._offsets)) if self._offsets else None,
             surprise=(median(self._surprise), max(self._surprise)) if self._surprise else (),
             tea_cache=tuple((u.name, fit) for u in self._cut if (fit := self._fit(u, len(prompts))) is not None),

@@ -66,6 +66,6 @@ def _print_frontier(profile: Profile) -> None:
     frontier, steps = planner_for(profile).frontier, len(profile.facts.noise)
     offset = profile.facts.psnr_offset
     for factor in _BUDGETS:
-        choice = frontier[max(1, int(steps / factor))]
+        choice = frontier[max(min(frontier), int(steps / factor))]
         expected = "" if offset is None else f", expected to keep {choice.psnr(offset):.0f} dB in nine pictures of ten"
         console.print(f"{factor:g}x: {len(choice.computed)} of {steps} steps{expected}", highlight=False)

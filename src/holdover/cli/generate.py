@@ -131,14 +131,14 @@ def _print_time(drawn: Drawn, plain: Drawn | None) -> None:
     """Seconds a picture, and what the cache saved and cost."""
     from statistics import fmean
 
-    from ..metrics import as_images, psnr
+    from ..metrics import as_images, each, psnr
 
     seconds = fmean(drawn.seconds)
     console.print(f"{seconds:.2f} s a picture", highlight=False)
     if plain is None:
         return
     before = fmean(plain.seconds)
-    values = psnr(as_images(plain.output), as_images(drawn.output)).flatten().tolist()
+    values = each(psnr, as_images(plain.output), as_images(drawn.output)).tolist()
     near = "equal to it" if min(values) == float("inf") else f"{min(values):.1f} dB from it at worst (PSNR)"
     console.print(f"{before:.2f} s uncached: {before / seconds:.2f}x, {near}", highlight=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import HoldoverError
-from ..metrics import as_images, latents_as_images, lpips, lpips_missing, nonwhite_error, psnr, ssim
+from ..metrics import as_images, each, latents_as_images, lpips, lpips_missing, nonwhite_error, psnr, ssim
 
 Values = dict[str, tuple[float, ...]]
 _WINDOW = 11
@@ -30,9 +30,9 @@ class Ruler:
     def values(self, images: torch.Tensor) -> Values:
         """Every metric that is available, one value a picture; a video is one picture."""
         pairs = [(a.to(self.device), b.to(self.device)) for a, b in zip(self.reference, images, strict=True)]
-        metrics = {"psnr": _psnr, "ssim": _ssim, "nonwhite_error": _nonwhite, "lpips": _lpips}
+        metrics = {"psnr": psnr, "ssim": ssim, "nonwhite_error": nonwhite_error, "lpips": lpips}
         return {
-            name: tuple(float(metric(a, b)) for a, b in pairs)
+            name: tuple(float(each(metric, a[None], b[None])) for a, b in pairs)
             for name, metric in metrics.items()
             if name not in self.unavailable
         }
@@ -47,24 +47,3 @@ class Ruler:
         if missing is not None:
             reasons["lpips"] = missing
         return reasons
-
-
-def _tall(frames: torch.Tensor) -> torch.Tensor:
-    """The frames of a video one below the other, for what is a mean over pixels; a picture as it is."""
-    return torch.cat(list(frames), dim=-2) if frames.ndim == 4 else frames
-
-
-def _psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return psnr(_tall(a), _tall(b))
-
-
-def _nonwhite(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return nonwhite_error(_tall(a), _tall(b))
-
-
-def _ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return ssim(a, b).mean()
-
-
-def _lpips(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return lpips(a, b).mean()

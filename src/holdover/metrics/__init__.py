@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .distances import nonwhite_error, psnr
+from .each import each
 from .images import as_images, latents_as_images
 from .perceptual import lpips, lpips_missing
 from .structure import ssim
@@ -14,6 +15,7 @@ __all__ = [
     "Metric",
     "Summary",
     "as_images",
+    "each",
     "latents_as_images",
     "lpips",
     "lpips_missing",

@@ -99,10 +99,11 @@ def _traced(pair: Pair, count: int, came: dict[tuple[int, int, int], int]) -> tu
     return tuple(reversed(steps))
 
 
-def neighbours(computed: tuple[int, ...], steps: int, furthest: int = 3) -> Iterator[tuple[int, ...]]:
-    """Schedules in which one computed step is moved by up to `furthest` places; the first stays."""
-    for index in range(1, len(computed)):
+def neighbours(
+    computed: tuple[int, ...], steps: int, starts: Collection[int] = (0,), furthest: int = 3
+) -> Iterator[tuple[int, ...]]:
+    """Schedules in which one computed step is moved by up to `furthest` places; the first of each expert stays."""
+    for step in computed:
         for move in (sign * distance for distance in range(1, furthest + 1) for sign in (-1, 1)):
-            moved = computed[index] + move
-            if computed[0] < moved < steps and moved not in computed:
-                yield tuple(sorted((*computed[:index], moved, *computed[index + 1 :])))
+            if step not in starts and 0 <= step + move < steps and step + move not in computed:
+                yield tuple(sorted({*computed, step + move} - {step}))

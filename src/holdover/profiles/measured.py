@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -84,7 +85,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything in a profile that is not an array."""
+    """Everything in a profile that is not an array.
+
+    `starts` has the first step of each expert, of which most models have one.
+    """
 
     name: str
     pipeline: str
@@ -99,6 +103,7 @@ class Facts:
     branches: tuple[str, ...] = ()
     mix: tuple[float, ...] = (1.0,)
     call: tuple[tuple[str, str | int | float | bool | None], ...] = ()
+    starts: tuple[int, ...] = (0,)
     psnr_offset: float | None = None
     surprise: tuple[float, ...] = ()
     tea_cache: tuple[tuple[str, TeaCacheProfile], ...] = ()
@@ -125,6 +130,7 @@ class Profile:
     def __post_init__(self) -> None:
         steps = len(self.facts.noise)
         _require(steps > 0, "it has no steps")
+        _require(_rising((-1, *self.facts.starts, steps)) and self.facts.starts[:1] == (0,), "its starts are no steps")
         _require(len(self.facts.surprise) in (0, 2), "its surprise is not two numbers")
         _require(len(self.facts.mix) == max(1, len(self.facts.branches)), "its mix does not fit its branches")
         _require(_squares(self.grams, steps * len(self.facts.mix)), "its Gram matrices do not fit")
@@ -221,6 +227,10 @@ def _digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str:
         hashed.update(str(arrays[name].shape).encode())
         hashed.update(np.ascontiguousarray(arrays[name]).tobytes())
     return hashed.hexdigest()
+
+
+def _rising(values: Sequence[int]) -> bool:
+    return all(a < b for a, b in pairwise(values))
 
 
 def _squares(array: NDArray[np.float64], size: int) -> bool:

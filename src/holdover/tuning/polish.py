@@ -52,7 +52,8 @@ def polish(
     chosen = list(built_in(pipe)[:GENERATIONS] if prompts is None else prompts)
     planner = planner_for(profile)
     if budget not in planner.frontier:
-        raise ConfigError(f"A budget for this profile is 1 to {max(planner.frontier)} computed steps, not {budget}.")
+        least, most = min(planner.frontier), max(planner.frontier)
+        raise ConfigError(f"A budget for this profile is {least} to {most} computed steps, not {budget}.")
     if len(chosen) < 2:
         raise ConfigError("Polishing needs two prompts at least: one half is fitted to, the other judges.")
     polished = [
@@ -98,7 +99,8 @@ class _Search:
     def _moved(self, plan: Plan, order: random.Random) -> Plan | None:
         """The first that is better of the plans with one step moved."""
         computed, tie = plan
-        moved = [(other, tie) for other in neighbours(computed, len(self.profile.facts.noise))]
+        facts = self.profile.facts
+        moved = [(other, tie) for other in neighbours(computed, len(facts.noise), facts.starts)]
         order.shuffle(moved)
         return next((other for other in self._allowed(moved) if self._worth(other) > self._worth(plan)), None)
 

@@ -12,7 +12,7 @@ from ..calibration.calls import Caller, batches
 from ..calibration.prompts import Prompt
 from ..calibration.shelf import Shelf
 from ..errors import HoldoverError
-from ..metrics import psnr, ssim
+from ..metrics import each, psnr, ssim
 from ..plan import PlanBackend, PlanConfig
 from ..profiles import Profile
 
@@ -77,7 +77,7 @@ class Trials:
             for index, (prompts, seeds) in enumerate(self.parts):
                 pictures = self._caller(prompts, seeds)
                 assert pictures is not None
-                found += _MEASURES[metric](pictures.cpu(), self._pictures[index]).tolist()
+                found += each(_MEASURES[metric], pictures.cpu(), self._pictures[index]).tolist()
                 done()
                 if enough(found):
                     break

@@ -164,7 +164,7 @@ def _candidates(frontier: dict[int, Choice], target: Target, offset: float | Non
         slowest = max(budgets, default=0)
     chosen: list[Choice] = []
     count = float(slowest)
-    while count >= 1:
+    while count >= min(frontier):
         if not chosen or round(count) != len(chosen[-1].computed):
             chosen.append(frontier[round(count)])
         count = min(count / _FASTER, math.ceil(count) - 1)
