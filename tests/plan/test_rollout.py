@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.grid import Grid
+from holdover.plan import rollout
 from holdover.plan.response import euler, response_of
-from holdover.plan.rollout import DEPTH, Course, Weights, error_of, fit, least_squares, ridged
+from holdover.plan.rollout import DEPTH, LED_BACK, Course, Weights, error_of, fit, least_squares, ridged
 
 from .trajectories import WIDTH, branched_kernel, falling, kernel_of, mean_square, outputs, smooth_kernel
 
@@ -61,13 +62,18 @@ def test_fitting_finds_weights_that_are_there():
     assert fit(features, np.array([0.5, -0.25, 2.0]) @ features, gram) == pytest.approx([0.5, -0.25, 2.0], abs=1e-3)
 
 
-def rolled_out(vectors, response, table):
-    """The generation itself: outputs by the table, latents by the response; the start is zero."""
+def made_by(vectors, table):
+    """The outputs of a generation by the table."""
     made = np.zeros_like(vectors)
     for step in range(len(vectors)):
         held = table.get(step)
         made[step] = vectors[step] if held is None else np.asarray(held.values) @ made[list(held.anchors)]
-    return response @ made
+    return made
+
+
+def rolled_out(vectors, response, table):
+    """The generation itself: outputs by the table, latents by the response; the start is zero."""
+    return response @ made_by(vectors, table)
 
 
 @pytest.mark.parametrize("grid", ["euler", "multistep"])
@@ -87,21 +93,40 @@ def test_errors_on_paper_are_those_of_a_rollout(grid, seed, data):
 
 
 @pytest.mark.parametrize("grid", ["euler", "multistep"])
-def test_each_held_step_leads_back_to_the_uncached_trajectory_as_well_as_it_can(grid):
-    """Changing the weights of one held step never brings the next latent nearer."""
+def test_each_held_step_leads_back_as_well_as_it_can(grid):
+    """Changing its weights never brings the next latent nearer to the uncached one, less what is left to the model."""
     noise, response = (falling(14), euler(falling(14))) if grid == "euler" else multistep(14)
     vectors = outputs(noise, 7)
     course = Course(kernel_of(noise, [vectors]), response)
     table = course.weights({0, 2, 5, 9}, ((0, 13),))
     random = np.random.default_rng(0)
-    reference = response @ vectors
     for step, held in table.items():
         before = {s: w for s, w in table.items() if s < step}
-        own = mean_square((rolled_out(vectors, response, {**before, step: held}) - reference)[step + 1])
+        seen = slice(0, held.anchors[-1])  # by the last computed step
+        left = (1 - LED_BACK) * response[step + 1, seen] @ (made_by(vectors, table) - vectors)[seen]
+        aim = response[step + 1] @ vectors + left
+
+        def missed(weights, before=before, step=step, aim=aim):
+            return mean_square(rolled_out(vectors, response, {**before, step: weights})[step + 1] - aim)
+
         for size in (1e-3, 1e-1):
             values = np.asarray(held.values) + size * random.normal(size=len(held.values))
-            changed = rolled_out(vectors, response, {**before, step: Weights(held.anchors, tuple(values))})
-            assert own <= mean_square((changed - reference)[step + 1]) + 1e-6
+            assert missed(held) <= missed(Weights(held.anchors, tuple(values))) + 1e-9
+
+
+def test_errors_that_a_computed_step_has_seen_are_led_back_in_part(monkeypatch):
+    """Step 3 is the first held one after a computed one: it alone knows of what step 1 missed."""
+    vectors, response = outputs(falling(14), 7), euler(falling(14))
+    course = Course(kernel_of(falling(14), [vectors]), response)
+
+    def missed() -> np.ndarray:
+        table = course.weights({0, 2}, ((0, 13),))
+        return (rolled_out(vectors, response, table) - response @ vectors)[4]
+
+    in_part = missed()
+    monkeypatch.setattr(rollout, "LED_BACK", 1.0)
+    assert mean_square(missed()) < mean_square(in_part)
+    assert 0.0 < LED_BACK < 1.0
 
 
 def test_held_steps_are_made_of_the_last_computed_steps_of_their_own_range():

@@ -12,9 +12,10 @@ import holdover
 from holdover.calibration.calls import Caller
 from holdover.profiles import Profile
 from holdover.tuning.certify import allowed
+from holdover.tuning.refit import FITTED_BELOW, Refit
 from holdover.tuning.setting import planner_for
 from holdover.tuning.trials import Trials
-from tiny.prompted import prompted_flux
+from tiny.prompted import prompted_flux, prompted_wan
 
 STEPS = 8
 CALIBRATION = ["red apple", "a blue dog"]
@@ -214,6 +215,73 @@ def test_a_polished_plan_is_never_worse_on_the_prompts_that_judge(budget):
     with holdover.enable(pipeline(), "plan", profile=polished, budget=budget) as cache:
         picture()
         assert "polished" in str(cache.stats())
+
+
+def test_polishing_fits_late_steps_and_keeps_early_ones_as_they_were_planned():
+    profile = measured()
+    caller = Caller(pipeline(), STEPS, profile.facts.guidance)
+    planner = planner_for(profile)
+    computed = planner.frontier[3].computed
+    with Refit(caller, profile, CALIBRATION, [0, 1]) as refit:
+        fitted = refit.weights(computed, None)
+    assert {noise > FITTED_BELOW for noise in profile.facts.noise} == {True, False}
+    for step, planned in planner.weights(computed).items():
+        own, fitted = fitted[: len(planned.values)], fitted[len(planned.values) :]
+        assert (own == pytest.approx(planned.values, rel=1e-6)) == (profile.facts.noise[step] > FITTED_BELOW)
+    assert fitted == ()
+
+
+class TestTwoExperts:
+    """A video model with two experts, each of which begins with a computed step."""
+
+    STEPS = 8
+
+    @staticmethod
+    @cache
+    def video():
+        return prompted_wan()
+
+    @staticmethod
+    @cache
+    def profile() -> Profile:
+        return holdover.calibrate(
+            TestTwoExperts.video(), CALIBRATION, TestTwoExperts.STEPS, progress=False, height=16, width=16
+        )
+
+    def drawn(self, profile: Profile, **settings):
+        """The stats of one video under a plan."""
+        with holdover.enable(self.video(), "plan", profile=profile, guard=False, **settings) as cached:
+            self.video()("a cat", num_inference_steps=self.STEPS, height=16, width=16, output_type="pt")
+            return cached.stats()
+
+    def computed(self, profile: Profile, **settings) -> tuple[int, ...]:
+        return tuple(sorted({v.step for v in self.drawn(profile, **settings).last.visits if v.computed}))
+
+    def test_what_an_error_means_for_a_video_and_where_experts_begin_is_measured(self):
+        facts = self.profile().facts
+        assert facts.psnr_offset is not None
+        assert len(facts.noise) == self.STEPS
+        assert facts.starts == (0, 3)
+        assert list(planner_for(self.profile()).frontier) == list(range(2, self.STEPS + 1))
+
+    @pytest.mark.parametrize("budget", [2, 4])
+    def test_a_polished_plan_is_the_one_that_runs(self, budget):
+        polished = holdover.polish(self.video(), self.profile(), budget, CALIBRATION, trials=12, progress=False)
+        (schedule,) = polished.facts.schedules
+        assert {0, 3} <= set(schedule.computed)
+        assert self.computed(polished, budget=budget) == schedule.computed
+        assert "polished" in str(self.drawn(polished, budget=budget))
+
+    def test_a_certified_plan_is_the_one_that_runs(self):
+        found = holdover.tune(self.video(), self.profile(), HELD_BACK, "psnr>=40", **SURE)
+        assert found.certificate is not None
+        assert all(isinstance(value, float) for tried in found.tried for value in tried.values)
+        assert self.computed(found.profile, target="psnr>=40") == found.certificate.computed
+        assert "certified" in str(self.drawn(found.profile, target="psnr>=40"))
+
+    def test_a_budget_without_a_step_for_each_cannot_be_polished(self):
+        with pytest.raises(holdover.ConfigError, match="2 to 8 computed steps, not 1"):
+            holdover.polish(self.video(), self.profile(), 1, CALIBRATION, progress=False)
 
 
 def test_a_plan_with_nothing_held_is_polished_and_saved_too(tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kernel import Array
-from .rollout import DEPTH, RIDGE, Course, Ranges
+from .rollout import DEPTH, LED_BACK, RIDGE, Course, Ranges
 
 EXPECTED = 90.0  # percentile of the generations: nine in ten are expected to stay below
 Indices = NDArray[np.intp]
@@ -65,11 +65,11 @@ class Paper:
         """The errors before the following steps: what no outputs at hand can make good of the gap."""
         last, steps = computed[:, -1:], np.arange(self._end)
         held = (steps > last) & (steps < following[:, None]) & (steps <= self._last[last])
-        wanted: Array = errors + np.where(held, self._moves, 0.0)
-        anchors = computed[:, -DEPTH:]
+        made: Array = np.where(held, self._moves, 0.0)
+        anchors, wanted, left = computed[:, -DEPTH:], LED_BACK * errors + made, errors + made
         weights = (self._fits(anchors) @ wanted[..., None])[..., 0] * held.any(axis=1, keepdims=True)
-        wanted[np.arange(len(wanted))[:, None], anchors] -= weights
-        return wanted
+        left[np.arange(len(left))[:, None], anchors] -= weights
+        return left
 
     def _fits(self, anchors: Indices) -> Array:
         """(W, A, N): takes what is wanted to the weights of these outputs; nought for those of another range."""

@@ -2,9 +2,11 @@
 
 Vectors are coefficients over the uncached outputs. A held step is not fitted to the output it stands for but to the one
 that leads back to the uncached trajectory, (x_{i+1} - x) / dsigma under Euler: errors of earlier held steps are made
-good by later ones. The latent itself as a further regressor was tried and gives nothing once four outputs are used: it
-is a sum of them. Branches have weights of their own, fitted together to what the scheduler gets; that they differ costs
-a little, so that each branch alone stays near what it would be.
+good by later ones. Of an error that the last computed step has seen, a part is left to the model: its output has
+answered to it already, and leading back all of it would be too much. The latent itself as a further regressor was
+tried and gives nothing once four outputs are used: it is a sum of them. Branches have weights of their own, fitted
+together to what the scheduler gets; that they differ costs a little, so that each branch alone stays near what it would
+be.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ DEPTH = 4  # computed outputs a held step may use
 Ranges = tuple[tuple[int, int], ...]
 RIDGE = 1e-7  # of the mean squared length: keeps weights finite where outputs are nearly parallel
 TIE = 1e-3  # the same, on how far the weights of a branch lie from those of the others
+LED_BACK = 0.85  # by held steps, of an error that the last computed step has seen
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,13 @@ class _Walk:
         return reached
 
     def _wanted(self, step: int) -> Array:
-        share = self._course.response[step + 1, step]
-        if abs(share) < 1e-12:
+        """The output that puts the next latent where it belongs: v_i + sum_{k<i} R[i+1,k] (v_k - u_k) / R[i+1,i]."""
+        row = self._course.response[step + 1]
+        if abs(row[step]) < 1e-12:
             own: Array = self._true[step]
             return own
-        missing: Array = (self._course.response[step + 1] @ self._true - self._latent(step + 1)) / share
+        counted = np.where(np.arange(len(row)) < self.anchors[-1], LED_BACK, 1.0) * row
+        missing: Array = counted @ (self._true - self._outputs) / row[step]
         return missing
 
 

@@ -2,7 +2,8 @@
 
 At held step i the weights of the last computed outputs, of each branch, are fitted to the output that puts the next
 latent where the uncached generation has it: v_i - sum_{k<i} R[i+1,k] (u_k - v_k) / R[i+1,i], with u the outputs of this
-run, v those of the uncached one, and R the scheduler's response.
+run, v those of the uncached one, and R the scheduler's response. Early held steps keep the weights that were planned on
+paper: what an early error does differs from picture to picture, and weights fitted to some mislead others.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from ..grid import Grid
 from ..models.arguments import tensors_in
 from ..plan.config import PlanConfig
 from ..plan.kernel import Array
+from ..plan.making import kind_of
 from ..plan.method import OutputPlan
-from ..plan.rollout import DEPTH, ridged
+from ..plan.rollout import DEPTH, Weights, ridged
+from ..plan.setting import Setting
 from ..predictors.linear import Predictor
 from ..profiles import Profile
 from ..runtime.backend import transformers_of
@@ -31,12 +34,14 @@ from ..runtime.engine import Engine
 from ..runtime.method import Computed, Method
 from ..runtime.unit import Unit
 
+FITTED_BELOW = 0.5  # noise level; above it weights stay as they were planned
+
 
 class Refit:
     """Fits schedules on one batch of pictures; a context manager that lets go of their uncached outputs."""
 
     def __init__(self, caller: Caller, profile: Profile, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        self._caller, self._facts = caller, profile.facts
+        self._caller, self._profile = caller, profile
         self._prompts, self._seeds = prompts, seeds
         self._stack = ExitStack()
         self._uncached = self._stack.enter_context(Shelf("device"))
@@ -51,9 +56,9 @@ class Refit:
 
     def weights(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
         """The weights of all held steps, in order; branches have their own unless `tie` is None."""
-        facts = self._facts
+        facts = self._profile.facts
         apart = dict(zip(facts.branches, facts.mix, strict=True)) if tie is not None else {}
-        fitting = _Fitting(computed, self._uncached, apart, tie or 0.0)
+        fitting = _Fitting(self._profile, computed, self._uncached, apart, tie or 0.0)
         self._run(fitting)
         return tuple(weight for step in sorted(fitting.fitted) for weight in fitting.fitted[step])
 
@@ -75,20 +80,34 @@ class _Fitting(OutputPlan):
     follows = True
     observes = True
 
-    def __init__(self, computed: tuple[int, ...], uncached: Shelf, mix: dict[str, float], tie: float) -> None:
+    def __init__(
+        self, profile: Profile, computed: tuple[int, ...], uncached: Shelf, mix: dict[str, float], tie: float
+    ) -> None:
         super().__init__(PlanConfig(schedule=computed, guard=False))
+        self._known, self._computed = profile, computed
         self._uncached, self._mix, self._tie = uncached, mix, tie
+        self._on_paper: dict[int, Weights] = {}
         self._branched: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
         self._response: Array | None = None
         self.fitted: dict[int, tuple[float, ...]] = {}
 
     def _measured(self, unit: Unit) -> None:
-        """A fit stands on no profile."""
+        """A fit makes its own weights: the profile is asked for the early ones alone."""
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
-        self._response = self._running(grid).kind.setting.response
+        if self._response is None:
+            setting = self._running(grid).kind.setting
+            self._response, self._on_paper = setting.response, self._early(setting)
         return _WhenItComes(self, list(self._mix).index(branch) if self._mix else 0)
+
+    def _early(self, setting: Setting) -> dict[int, Weights]:
+        """The weights on paper of the steps that are not fitted."""
+        kind = kind_of(setting, self._known)
+        planner = kind.planner if self._mix else kind.merged.planner
+        assert planner is not None
+        weights = planner.weights(self._computed)
+        return {step: made for step, made in weights.items() if setting.noise[step] > FITTED_BELOW}
 
     def observe(self, computed: Computed) -> None:
         if self._mix:
@@ -100,7 +119,8 @@ class _Fitting(OutputPlan):
     def weights(self, step: int, anchors: Sequence[int], branch: int) -> tuple[float, ...]:
         """The weights of a held step for one branch."""
         if step not in self.fitted:
-            self.fitted[step] = self._fit(step, anchors)
+            on_paper = self._on_paper.get(step)
+            self.fitted[step] = self._fit(step, anchors) if on_paper is None else on_paper.values
         return self.fitted[step][branch * len(anchors) : (branch + 1) * len(anchors)]
 
     def _fit(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
