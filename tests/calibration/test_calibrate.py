@@ -11,13 +11,14 @@ import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 
 import holdover
+from holdover.calibration.calls import keywords_of
 from holdover.calibration.prompts import built_in, from_file, hash_of
 from holdover.teacache import estimate_coefficients
 from plan.profiled import calibrated, keywords
 from snapshots import denoiser, differences
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import quiet
-from tiny.prompted import prompted_flux
+from tiny.prompted import prompted_flux, prompted_wan
 
 FLUX = "FluxPipeline"
 
@@ -89,6 +90,26 @@ def test_where_it_comes_from_is_written_down(flux):
     assert set(dict(facts.versions)) == {"holdover", "torch", "diffusers", "transformers"}
     assert facts.guidance == 2.5
     assert dict(facts.call) == {"height": 64}
+
+
+def test_a_pipeline_that_hands_keywords_on_gets_them_all():
+    """Its own `__call__` names few: the number of steps is for the class it is made from."""
+    assert len(measure(prompted_wan(), ["a dog"], 9, height=16, width=16).facts.noise) == 9
+
+
+def test_the_keywords_of_a_pipeline():
+    class Plain:
+        def __call__(self, prompt, steps): ...
+
+    class Named(Plain):
+        def __call__(self, prompt, size=1, **options): ...
+
+    class Open:
+        def __call__(self, prompt, **options): ...
+
+    assert keywords_of(Plain()) == ({"self", "prompt", "steps"}, False)
+    assert keywords_of(Named()) == ({"self", "prompt", "size", "steps"}, False)
+    assert keywords_of(Open()) == ({"self", "prompt"}, True)
 
 
 def test_the_same_seed_gives_the_same_profile_and_another_one_another(flux):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 from PIL import Image
 
 import holdover
@@ -133,6 +134,27 @@ class TestWarmUp:
         cold, warm, whole = (compare(pipe, spec(HOLDS, warmup=steps)).row("holds") for steps in (0, 2, 8))
         assert cold.values == warm.values == whole.values
         assert cold.strips == warm.strips == whole.strips
+
+    def test_a_pipeline_that_cannot_be_stopped_is_warmed_by_a_whole_generation(self) -> None:
+        """A schedule is for the grid of the comparison: on a shorter one it would be refused."""
+
+        class Unstoppable(FluxPipeline):
+            def __call__(self, prompt, generator, num_inference_steps, output_type, return_dict):
+                return super().__call__(
+                    prompt,
+                    generator=generator,
+                    num_inference_steps=num_inference_steps,
+                    output_type=output_type,
+                    return_dict=return_dict,
+                )
+
+        plain = prompted_flux()
+        pipe = Unstoppable(**plain.components)
+        pipe.default_sample_size = plain.default_sample_size
+        held = Method("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
+        row = compare(pipe, spec(held, warmup=2)).row("held")
+        assert row.error is None
+        assert row.computed_steps == 3
 
     def test_a_custom_candidate_sees_a_generation_to_its_end(self, pipe: Any) -> None:
         caches: list[Any] = []

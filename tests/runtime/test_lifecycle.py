@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from contextlib import contextmanager
 
@@ -95,6 +96,18 @@ def test_image_to_image_counts_the_steps_that_run():
     assert generation.steps == 8
     assert [v.step for v in generation.visits] == list(range(4, 12))
     assert generation.trace(generation.branches[0]) == "CCCChhCh"
+
+
+def test_an_expert_s_first_step_is_no_sign_that_nothing_can_be_held():
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "plan") as cache, warnings.catch_warnings():
+        warnings.simplefilter("error", holdover.HoldoverWarning)
+        run(pipe, **tiny.call(steps=2))
+        assert {(v.transformer, v.step) for v in cache.stats().last.visits} == {
+            ("transformer", 0),
+            ("transformer_2", 1),
+        }
 
 
 def test_each_expert_has_its_own_steps():

@@ -33,7 +33,8 @@ class Caller:
         """Generate one picture for each prompt, in one batch; float pictures, or None where the output is none."""
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         call = {**self._shared(), **_merged(prompts), "generator": generators if len(generators) > 1 else generators[0]}
-        wanted = {k: v for k, v in call.items() if k in self._accepted or k in self.settings}
+        known, any_other = keywords_of(self.pipe)
+        wanted = {k: v for k, v in call.items() if any_other or k in known or k in self.settings}
         with torch.no_grad():
             output = self.pipe(**wanted)
         try:
@@ -41,20 +42,23 @@ class Caller:
         except ConfigError:
             return None
 
-    @property
-    def _accepted(self) -> set[str]:
-        """The keywords the pipeline takes; those it hands on to the class it is made from, too."""
-        found: set[str] = set()
-        for cls in (c for c in type(self.pipe).__mro__ if "__call__" in vars(c)):
-            parameters = inspect.signature(vars(cls)["__call__"]).parameters
-            found |= set(parameters)
-            if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-                break
-        return found
-
     def _shared(self) -> dict[str, Any]:
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         return {"num_inference_steps": self.steps, "output_type": "pt", **guidance, **self.settings}
+
+
+def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
+    """The keywords a pipeline takes, and whether it takes any other, too.
+
+    One that takes `**options` hands them on to the class it is made from: those of that class are its own.
+    """
+    found: set[str] = set()
+    for cls in (c for c in type(pipe).__mro__ if "__call__" in vars(c)):
+        parameters = inspect.signature(vars(cls)["__call__"]).parameters.values()
+        found |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            return frozenset(found), False
+    return frozenset(found), True
 
 
 def _merged(prompts: Sequence[Prompt]) -> dict[str, Any]:

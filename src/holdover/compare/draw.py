@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..calibration.calls import keywords_of
 from ..errors import ConfigError, did_you_mean
 from .spec import Comparison
 
@@ -49,15 +49,14 @@ def draw(pipe: Any, spec: Comparison, steps: int, after_batch: AfterBatch) -> Dr
 def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> None:
     """The first steps of the first batch, on the grid of a full generation; or all of them.
 
-    What counts its own steps, as caches of others do, must see a generation to its end.
+    What counts its own steps, as caches of others do, must see a generation to its end, and some pipelines cannot be
+    stopped before it.
     """
     first = spec.images[: spec.batch_size]
     if not spec.warmup:
         return
-    if whole or spec.warmup >= steps:
+    if whole or spec.warmup >= steps or "callback_on_step_end" not in keywords_of(pipe)[0]:
         _batch(pipe, spec, steps, first)
-    elif "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
-        _batch(pipe, spec, spec.warmup, first)
     else:
         with contextlib.suppress(_WarmError):
             _batch(pipe, spec, steps, first, callback_on_step_end=_stop_after(spec.warmup))
@@ -74,8 +73,8 @@ def _stop_after(count: int) -> Callable[..., dict[str, Any]]:
 
 def check_arguments(pipe: Any, spec: Comparison) -> None:
     """Refuse an argument that the pipeline does not have, and name the nearest."""
-    known = inspect.signature(pipe.__call__).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    known, any_other = keywords_of(pipe)
+    if any_other:
         return
     asked = [*dict(spec.arguments), *([] if spec.guidance is None else ["guidance_scale"])]
     for name in ("prompt", "generator", "num_inference_steps", "output_type", *asked):

@@ -233,8 +233,8 @@ def _prepared(method: Method, unit: Unit, pipeline: Any) -> tuple[str, ...]:
 
 def _warn_if_inactive(generation: Generation) -> None:
     visits = generation.stats.visits
-    first = min(v.step for v in visits)
-    later = [v for v in visits if v.step > first]
+    firsts = {v.transformer: v.step for v in reversed(visits)}
+    later = [v for v in visits if v.step > firsts[v.transformer]]
     if len(later) > 1 and all(v.reason == NOTHING_HELD.reason for v in later):
         warnings.warn(
             "Nothing could be held: no forward of this generation belonged to the same branch as an earlier one, "
