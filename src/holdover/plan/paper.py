@@ -7,7 +7,7 @@ makes of it meanwhile stays: its outputs are computed from latents that are off.
 
 over the computed steps a and the next ones b. d is the error of the latent on paper; s the noise level, for an output
 changes by d/s where its latent is off by d; A how much more than on paper errors were measured to grow from a step to
-the end. On the model in the box this is within two decibels of what nine pictures in ten keep, from 6 to 25 computed
+the end. On the model in the box this is within 2.4 decibels of what nine pictures in ten keep, from 6 to 25 computed
 steps of 50. It says what to expect of a schedule, not which to choose: schedules that it likes best are no better, for
 they are those it is most wrong about.
 """
