@@ -78,6 +78,7 @@ def pages() -> dict[Path, str]:
             lead=lead(),
             quality_28=quality(steps=28),
             lead_28=lead(28),
+            elsewhere=elsewhere(),
         ),
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
@@ -189,15 +190,31 @@ SHORT = (
 def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
     """PSNR, mean and 10th percentile, by computed steps, from the quality benchmark."""
     measured = figures_of("quality")
-    cells: dict[str, dict[int, str]] = {}
-    for row in _benchmark("quality.verdict").rows_of(measured, steps):
-        figures = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
-        cells.setdefault(row["method"], {})[row["wanted"]] = figures
+    cells = _kept(_benchmark("quality.verdict").rows_of(measured, steps))
     names = methods or sorted(cells, key=lambda name: (not name.startswith("plan"), name))
     rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN[steps])) for n in names]
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
     head = (f"computed of {steps} steps", *map(str, SHOWN[steps]))
     return f"{table(head, rows)}\n\nPSNR in dB to the uncached picture, mean / 10th percentile. {made}."
+
+
+def _kept(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, str]]:
+    """PSNR, mean and 10th percentile, by name and by computed steps."""
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        cells.setdefault(row["method"], {})[row["wanted"]] = f"{row['psnr']['mean']:.1f} / {row['psnr']['p10']:.1f}"
+    return cells
+
+
+def elsewhere() -> str:
+    """The same of plans from few generations, and where a generation differs from those that were measured."""
+    parts, shown = figures_of("quality")["parts"], figures_of("quality")["scale"]["probed"]
+    named = ("generations", "guidance", "other steps", "schedulers")
+    cells = _kept(row for name in named for row in parts[name]["rows"])
+    return table(
+        ("calibrated", *(f"{count} computed" for count in shown)),
+        ((name, *(kept[count] for count in shown)) for name, kept in cells.items()),
+    )
 
 
 def lead(steps: int = 50) -> str:
