@@ -92,6 +92,15 @@ def test_where_it_comes_from_is_written_down(flux):
     assert dict(facts.call) == {"height": 64}
 
 
+def test_guidance_that_changes_on_the_way_is_written_down_as_it_begins():
+    """A generation is told by what it begins with: what was tried for it must be found again."""
+    tiny = PIPELINES["CogVideoXPipeline[5b]"]
+    pipe = tiny.build()
+    facts = measure(pipe, [keywords(tiny)]).facts
+    assert facts.guidance == tiny.call()["guidance_scale"]
+    assert facts.guidance != pipe.guidance_scale
+
+
 def test_a_pipeline_that_hands_keywords_on_gets_them_all():
     """Its own `__call__` names few: the number of steps is for the class it is made from."""
     assert len(measure(prompted_wan(), ["a dog"], 9, height=16, width=16).facts.noise) == 9

@@ -48,6 +48,7 @@ class Session:
         self._surprise: list[float] = []
         self._noise: tuple[float, ...] = ()
         self._starts: tuple[int, ...] = (0,)
+        self._guidance: float | None = None
         self._whole = True
         self._engine = Engine(caller.pipe, transformers_of(caller.pipe), NoneMethod())
 
@@ -104,6 +105,7 @@ class Session:
         if self._noise not in ((), noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
         self._noise, self._starts = noise, tuple(first for first, _ in setting.ranges)
+        self._guidance = setting.guidance
         assert reference.branched is not None
         return reference.branched.mixed(reference.outputs)
 
@@ -154,7 +156,6 @@ class Session:
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """Everything that was measured, with where it comes from."""
         pipe, caller, mixed = self._caller.pipe, self._caller, together(self._measured)
-        guidance = caller.guidance if caller.guidance is not None else getattr(pipe, "guidance_scale", None)
         facts = Facts(
             name=name,
             pipeline=type(pipe).__name__,
@@ -165,7 +166,7 @@ class Session:
             prompts_hash=hash_of(prompts),
             date=date.today().isoformat(),
             versions=tuple((library, _version(library)) for library in _LIBRARIES),
-            guidance=None if guidance is None else float(guidance),
+            guidance=self._guidance if caller.guidance is None else float(caller.guidance),
             branches=mixed.branches,
             mix=mixed.mix,
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
