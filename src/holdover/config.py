@@ -86,7 +86,7 @@ class Config:
         return cls.from_dict(values)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain JSON values."""
+        """The settings as plain JSON values; what has a name of its own, a profile, is given by its name."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def replaced(self, **changes: Any) -> Self:
@@ -179,4 +179,4 @@ def _plain(value: Any) -> Any:
         if value and all(isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str) for v in value):
             return {name: _plain(rest) for name, rest in value}
         return [_plain(v) for v in value]
-    return value
+    return getattr(value, "name", value)

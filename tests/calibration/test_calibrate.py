@@ -13,6 +13,8 @@ from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 import holdover
 from holdover.calibration.calls import keywords_of
 from holdover.calibration.prompts import built_in, from_file, hash_of
+from holdover.profiles import find
+from holdover.selector import config_class
 from holdover.teacache import estimate_coefficients
 from plan.profiled import calibrated, keywords
 from snapshots import denoiser, differences
@@ -90,6 +92,13 @@ def test_where_it_comes_from_is_written_down(flux):
     assert set(dict(facts.versions)) == {"holdover", "torch", "diffusers", "transformers"}
     assert facts.guidance == 2.5
     assert dict(facts.call) == {"height": 64}
+
+
+@pytest.mark.parametrize("seams", [False, True])
+def test_a_pipeline_that_does_not_run_all_steps_is_refused(seams):
+    tiny = PIPELINES["FluxImg2ImgPipeline"]
+    with pytest.raises(holdover.HoldoverError, match="12 steps and made 8: calibrate a pipeline that runs each"):
+        measure(tiny.build(), [keywords(tiny)], seams=seams)
 
 
 def test_guidance_that_changes_on_the_way_is_written_down_as_it_begins():
@@ -191,6 +200,35 @@ def test_teacache_coefficients_are_those_of_its_own_estimate():
         own = estimate_coefficients(pipe, [tiny.call(steps=8, seed=seed) for seed in range(2)])
     assert dict(profile.facts.tea_cache)["transformer"] == own
     assert {branch for branch, _ in own.fits} == {"", "cond", "uncond"}
+
+
+@pytest.mark.parametrize("method", ["mag_cache", "tea_cache", "plan"])
+def test_every_method_takes_the_profile_or_its_file(method, tmp_path):
+    tiny = PIPELINES["QwenImagePipeline"]
+    pipe, profile = tiny.build(), calibrated("QwenImagePipeline")
+    path = profile.save(tmp_path / "qwen.safetensors")
+    drawn, notes = [], []
+    for given in (profile, str(path)):
+        with holdover.enable(pipe, method, profile=given) as cache:
+            drawn.append(run(pipe, **tiny.call(steps=12)))
+            notes.append(cache.stats().notes)
+            assert cache.stats().held > 0
+    assert torch.equal(*drawn)
+    assert notes[0] == notes[1]
+    assert config_class(method)(profile=profile).as_dict()["profile"] == profile.name
+
+
+@pytest.mark.parametrize("method", ["mag_cache", "tea_cache", "plan"])
+def test_a_profile_of_another_model_is_refused(method):
+    with pytest.raises(holdover.ProfileError, match=r"calibrated-QwenImagePipeline.*FluxTransformer2DModel"):
+        holdover.enable(PIPELINES[FLUX].build(), method, profile=calibrated("QwenImagePipeline"))
+
+
+def test_each_expert_gets_the_constants_measured_on_it():
+    pipe, profile = PIPELINES["WanPipeline[2.2]"].build(), calibrated("WanPipeline[2.2]")
+    for name, ratios in profile.facts.mag_cache:
+        assert find("mag_cache", getattr(pipe, name), pipe, profile) == ratios
+    assert len({ratios for _, ratios in profile.facts.mag_cache}) == 2
 
 
 def test_four_generations_cost_little_more_than_they_do(flux):

@@ -69,6 +69,7 @@ class Session:
             pictures, setting = self._uncached(reference, prompts, seeds, stack)
             bar.update()
             mixed = self._mixed(reference, setting)
+            self._keep_seams(reference.steps)
             course = Course(mixed.kernel(setting.noise).merged, setting.response)
             probing = Probe(probe, course.kernel)
             probed = self._run(probing, prompts, seeds)
@@ -117,7 +118,7 @@ class Session:
                 return self._watched(reference, prompts, seeds, stack)
             except UnsupportedModelError as error:
                 logger.warning("Only plans can be made for this model, for its blocks cannot be held: %s", error)
-                self._whole = False
+                self._whole, self._constants.seams = False, None
                 reference.clear()
         method = Outputs(reference)
         pictures = self._run(method, prompts, seeds)
@@ -131,7 +132,6 @@ class Session:
         self._constants.seams = None if self._constants.seams is None else shelves
         method = Everything(reference, self._constants)
         pictures = self._run(method, prompts, seeds)
-        self._keep_seams(reference.steps)
         return pictures, _known(method)
 
     def _keep_seams(self, steps: int) -> None:

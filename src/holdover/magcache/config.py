@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..config import setting
+from ..profiles import Profile
 from ..settings import MagCacheSettings
 
 
@@ -20,7 +21,7 @@ class MagCacheConfig(MagCacheSettings):
 
     method: ClassVar[str] = "mag_cache"
 
-    profile: str | None = setting(None, doc="name of a shipped profile, or path of a saved one")
+    profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
     interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are taken to another step count")
     calibration_path: str | None = setting(None, doc="where a calibration is saved as a profile")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")

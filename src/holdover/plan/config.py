@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..config import Config, setting
 from ..errors import ConfigError
@@ -44,11 +44,6 @@ class PlanConfig(Config):
             Target.parsed(self.target)
         if self.schedule is not None:
             _check_schedule(self.schedule)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The settings as plain JSON values; a profile is given by its name."""
-        named = self.profile.name if isinstance(self.profile, Profile) else self.profile
-        return {**super().as_dict(), "profile": named}
 
 
 def _check_budget(budget: int | str | None) -> None:

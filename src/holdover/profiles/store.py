@@ -72,29 +72,32 @@ def find(
     method: Literal["tea_cache"],
     transformer: nn.Module,
     pipeline: object = None,
-    name: str | None = None,
+    asked: Profile | str | None = None,
     signal: str | None = None,
 ) -> TeaCacheProfile | None: ...
 @overload
 def find(
-    method: Literal["mag_cache"], transformer: nn.Module, pipeline: object = None, name: str | None = None
+    method: Literal["mag_cache"],
+    transformer: nn.Module,
+    pipeline: object = None,
+    asked: Profile | str | None = None,
 ) -> MagCacheProfile | None: ...
 def find(
     method: Method,
     transformer: nn.Module,
     pipeline: object = None,
-    name: str | None = None,
+    asked: Profile | str | None = None,
     signal: str | None = None,
 ) -> MethodProfile | None:
-    """The profile of that name (or in that file), else the one that fits best, else None.
+    """The profile asked for (the object, a file, a shipped one's name), else the one that fits best, else None.
 
     A file is a `.json` that `save` wrote, or the `.safetensors` of `holdover.calibrate`. `signal` leaves only profiles
     that were measured with that signal.
     """
-    if name is not None:
-        if name.endswith(SUFFIX):
-            return _calibrated(method, name, transformer, pipeline)
-        return load(name, method) if name.endswith(".json") else _named(method, name, transformer)
+    if asked is not None:
+        if isinstance(asked, Profile) or asked.endswith(SUFFIX):
+            return _calibrated(method, asked, transformer, pipeline)
+        return load(asked, method) if asked.endswith(".json") else _named(method, asked, transformer)
     entries = [p for p in _of_class(method, transformer) if signal is None or getattr(p, "signal", None) == signal]
     agreeing = [(count, p) for p in entries if (count := _agreement(p, transformer, pipeline)) is not None]
     if agreeing:
@@ -123,16 +126,17 @@ def _named(method: Method, name: str, transformer: nn.Module) -> MethodProfile:
     raise ProfileError(f"There is no {method} profile {name!r}.{hint} A path to a file must end in .json or {SUFFIX}.")
 
 
-def _calibrated(method: Method, path: str, transformer: nn.Module, pipeline: object) -> MethodProfile:
+def _calibrated(method: Method, asked: Profile | str, transformer: nn.Module, pipeline: object) -> MethodProfile:
     """This method's part of what `holdover.calibrate` measured; of two experts, that of the one at hand."""
-    facts = Profile.load(path).facts
+    facts = (asked if isinstance(asked, Profile) else Profile.load(asked)).facts
     parts: Iterable[tuple[str, MethodProfile]] = facts.tea_cache if method == "tea_cache" else facts.mag_cache
     classes = {cls.__name__ for cls in type(transformer).__mro__}
     of_class = {name: part for name, part in parts if part.transformer_class in classes}
     own = next((part for name, part in of_class.items() if getattr(pipeline, name, None) is transformer), None)
     if of_class:
         return own or next(iter(of_class.values()))
-    raise ProfileError(f"{path} has nothing for {method} on {type(transformer).__name__}.")
+    where = f"Profile {asked.name!r}" if isinstance(asked, Profile) else asked
+    raise ProfileError(f"{where} has nothing for {method} on {type(transformer).__name__}.")
 
 
 def _of_class(method: Method, transformer: nn.Module) -> list[MethodProfile]:
