@@ -28,15 +28,17 @@ def noise():
     return torch.Generator().manual_seed(0)
 
 
-def mixed_of(branches, outputs):
+def mixed_of(branches, outputs, latents=None):
     """What is found of outputs by branch, (steps, batch, values), and of what the scheduler got."""
-    with Branched("device") as branched, Shelf("device") as shelf:
+    with Branched("device") as branched, Shelf("device") as shelf, Shelf("device") as seen:
+        for latent in torch.randn(len(outputs) + 1, *outputs[0].shape) if latents is None else latents:
+            seen.put(latent)
         for name, tensors in branches.items():
             for step, tensor in enumerate(tensors):
                 branched.add(Computed(None, name, step, Grid(len(tensors)), None, (), (tensor,)))
         for output in outputs:
             shelf.put(output)
-        return branched.mixed(shelf)
+        return branched.mixed(shelf, seen)
 
 
 def drawn(noise, steps=5, batch=2, values=40):
@@ -85,6 +87,76 @@ def test_a_branch_that_runs_at_some_steps_only_is_not_told_apart(noise):
     assert mixed_of({"cond": cond, "uncond": uncond[:3]}, 3 * cond - 2 * uncond).branches == ()
 
 
+SCALE, CARRY = torch.tensor([[0.1, 0.3, 0.5, 0.8, 1.0], [-0.4, 0.2, 0.1, 0.5, 0.7]])[..., None, None]
+
+
+def test_a_mix_that_is_scaled_and_has_some_of_the_latent_is_found(noise):
+    cond, uncond, latents = drawn(noise), drawn(noise), drawn(noise, steps=6)
+    found = mixed_of({"cond": cond, "uncond": uncond}, SCALE * (4 * cond - 3 * uncond) + CARRY * latents[:5], latents)
+    assert found.branches == ("cond", "uncond")
+    assert found.mix == pytest.approx((4.0, -3.0), abs=1e-3)
+    assert found.intake.scale == pytest.approx(SCALE.flatten().numpy(), abs=1e-4)
+    assert found.intake.carry == pytest.approx(CARRY.flatten().numpy(), abs=1e-4)
+    assert found.grams.shape == (2, 10, 10)
+    assert together([found, found]).intake is found.intake
+    with pytest.raises(holdover.HoldoverError, match="from call to call"):
+        together([found, Mixed(found.grams)])
+
+
+def test_so_it_is_with_one_branch(noise):
+    only, latents = drawn(noise), drawn(noise, steps=6)
+    found = mixed_of({"cond": only}, SCALE * only + CARRY * latents[:5], latents)
+    assert (found.branches, found.mix) == ((), (1.0,))
+    assert found.intake.carry == pytest.approx(CARRY.flatten().numpy(), abs=1e-4)
+    own = torch.einsum("tbv,sbv->bts", only.double(), only.double()) / only.shape[-1]
+    assert found.grams == pytest.approx(own.numpy(), rel=1e-6, abs=1e-6)
+
+
+def test_so_it_is_in_bfloat16_where_short_steps_are_mostly_rounding(noise):
+    """As Cosmos does it: the picture that is made out is rounded, and its distance from the latent divided by sigma."""
+    sigmas = torch.tensor([80.0, 12.0, 2.0, 0.3, 0.002])[:, None, None]
+    cond, uncond, start = (drawn(noise, values=20_000).bfloat16().float() for _ in range(3))
+    latents = torch.cat([start * (1 + sigmas), start[:1]])
+    latents[5] = latents[4] * 1.001
+    denoised = [((latents[:5] - sigmas * each) / (1 + sigmas)).bfloat16().float() for each in (cond, uncond)]
+    got = (latents[:5] - (8 * denoised[0] - 7 * denoised[1])) / sigmas
+    found = mixed_of({"cond": cond, "uncond": uncond}, got, latents)
+    assert found.mix == pytest.approx((8.0, -7.0), rel=1e-2)
+    assert found.intake.scale[:4] == pytest.approx(1 / (1 + sigmas.flatten()[:4].numpy()), rel=1e-2)
+    assert found.intake.carry[:4] == pytest.approx(1 / (1 + sigmas.flatten()[:4].numpy()), rel=1e-2)
+
+
+def test_what_is_neither_is_as_the_scheduler_got_it(noise):
+    cond, latents, foreign = drawn(noise), drawn(noise, steps=6), drawn(noise)
+    got = SCALE * cond + CARRY * foreign
+    found = mixed_of({"cond": cond}, got, latents)
+    assert (found.branches, found.intake) == ((), None)
+    own = torch.einsum("tbv,sbv->bts", got.double(), got.double()) / got.shape[-1]
+    assert found.grams == pytest.approx(own.numpy(), rel=1e-6, abs=1e-6)
+
+
+def test_a_pipeline_that_preconditions_is_planned_for_as_what_it_is():
+    """Cosmos: the scheduler gets (F + x) / (1 + sigma). Fitted to that, weights are wrong for F, which is held."""
+    name = "Cosmos2TextToImagePipeline"
+    tiny, profile = PIPELINES[name], calibrated(name)
+    sigmas = np.array(profile.facts.noise)
+    assert profile.facts.scale == pytest.approx(1 / (1 + sigmas), rel=1e-3)
+    assert profile.facts.carry == pytest.approx(1 / (1 + sigmas), rel=1e-3)
+    guidance = profile.facts.guidance
+    assert profile.facts.mix == pytest.approx((1 + guidance, -guidance), rel=1e-3)
+    pipe = tiny.build()
+    plain, off = run(pipe, **tiny.call(steps=12)), {}
+    for predictor in ("auto", "hold", "newton"):
+        with quiet(), holdover.enable(pipe, "plan", profile=profile, budget=6, predictor=predictor):
+            off[predictor] = (run(pipe, **tiny.call(steps=12)) - plain).norm()
+    assert off["auto"] < 0.5 * min(off["hold"], off["newton"])
+
+
+def test_most_pipelines_hand_outputs_on_as_they_are():
+    for name in ("FluxPipeline", "QwenImagePipeline", WAN):
+        assert calibrated(name).facts.scale == ()
+
+
 def test_runs_that_mix_differently_are_merged(noise):
     cond, uncond = drawn(noise), drawn(noise)
     one = mixed_of({"cond": cond, "uncond": uncond}, 3 * cond - 2 * uncond)
@@ -108,6 +180,8 @@ def test_a_pipeline_with_guidance_is_measured_by_branch():
     [
         ((3.0, -2.0), 3.0, 6.0, (6.0, -5.0)),
         ((-2.0, 3.0), 3.0, 1.5, (-0.5, 1.5)),
+        ((4.0, -3.0), 3.0, 6.0, (7.0, -6.0)),
+        ((-3.0, 4.0), 3.0, 2.0, (-2.0, 3.0)),
         ((0.5, 0.25), 3.0, 6.0, (0.5, 0.25)),
         ((3.0, -2.0), None, 6.0, (3.0, -2.0)),
         ((3.0, -2.0), 3.0, None, (3.0, -2.0)),

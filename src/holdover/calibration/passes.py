@@ -12,7 +12,9 @@ from ..magcache.calibration import Calibration
 from ..models.family import Signal
 from ..plan.config import PlanConfig
 from ..plan.guard import Guard
+from ..plan.intake import Intake
 from ..plan.kernel import Array, Kernel
+from ..plan.making import Kind
 from ..plan.method import NEWTON_DEPTH, OutputPlan, places_of
 from ..plan.rollout import Course, Weights
 from ..plan.schedules import growing
@@ -33,16 +35,25 @@ PROBED = 6  # one step in so many is computed in the run that shows how errors g
 
 
 class Trajectory:
-    """The latents of one run as the scheduler saw them, and where they are wanted the outputs, mixed and by branch."""
+    """The latents of one run as the scheduler saw them, and where they are wanted the outputs, mixed and by branch.
 
-    def __init__(self, latents: Shelf, outputs: Shelf | None = None, branched: Branched | None = None) -> None:
-        self.latents, self._outputs, self.branched = latents, outputs, branched
+    Mixed outputs are those the scheduler got, or where its intake is known the model's own.
+    """
+
+    def __init__(
+        self,
+        latents: Shelf,
+        outputs: Shelf | None = None,
+        branched: Branched | None = None,
+        intake: Intake | None = None,
+    ) -> None:
+        self.latents, self._outputs, self.branched, self._intake = latents, outputs, branched, intake
         self._last: Stepped | None = None
 
     def add(self, stepped: Stepped) -> None:
         self.latents.put(stepped.sample)
         if self._outputs is not None:
-            self._outputs.put(stepped.output)
+            self._outputs.put(stepped.output if self._intake is None else self._intake.output(stepped))
         self._last = stepped
 
     def close(self) -> None:
@@ -173,10 +184,10 @@ class Probe(OutputPlan):
 
     follows = True
 
-    def __init__(self, trajectory: Trajectory, kernel: Kernel) -> None:
+    def __init__(self, trajectory: Trajectory, kernel: Kernel, kind: Kind) -> None:
         count = min(kernel.steps, max(3, kernel.steps // PROBED))
         super().__init__(PlanConfig(schedule=growing(kernel.steps, count), predictor="newton", guard=False))
-        self.guard = Guard(kernel)
+        self._kind, self.guard = kind, Guard(kernel)
         self.computed: tuple[int, ...] = ()
         self._trajectory = trajectory
 
@@ -191,7 +202,7 @@ class Probe(OutputPlan):
     def stepped(self, stepped: Stepped) -> None:
         self._trajectory.add(stepped)
         if stepped.step in self.computed:
-            self.guard.saw(stepped.step, stepped.output)
+            self.guard.saw(stepped.step, self._kind.output(stepped))
 
     def finished(self) -> None:
         super().finished()

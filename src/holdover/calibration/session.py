@@ -16,6 +16,7 @@ import torch
 from ..errors import ConfigError, HoldoverError, UnsupportedModelError
 from ..metrics import each, psnr
 from ..plan.kernel import Array
+from ..plan.making import Kind
 from ..plan.rollout import Course
 from ..plan.setting import Setting
 from ..profiles import Facts, MagCacheProfile, Profile, TeaCacheProfile
@@ -70,8 +71,10 @@ class Session:
             bar.update()
             mixed = self._mixed(reference, setting)
             self._keep_seams(reference.steps)
-            course = Course(mixed.kernel(setting.noise).merged, setting.response)
-            probing = Probe(probe, course.kernel)
+            kernel = mixed.kernel(setting.noise).merged
+            kind = Kind(setting, kernel, intake=mixed.intake)
+            course = Course(kernel, kind.response)
+            probing = Probe(probe, kernel, kind)
             probed = self._run(probing, prompts, seeds)
             bar.update()
             self._surprise += probing.guard.ratios
@@ -108,7 +111,7 @@ class Session:
         self._noise, self._starts = noise, tuple(first for first, _ in setting.ranges)
         self._guidance = setting.guidance
         assert reference.branched is not None
-        return reference.branched.mixed(reference.outputs)
+        return reference.branched.mixed(reference.outputs, reference.latents)
 
     def _uncached(
         self, reference: Trajectory, prompts: Sequence[Prompt], seeds: Sequence[int], stack: ExitStack
@@ -169,6 +172,8 @@ class Session:
             guidance=self._guidance if caller.guidance is None else float(caller.guidance),
             branches=mixed.branches,
             mix=mixed.mix,
+            scale=() if mixed.intake is None else tuple(mixed.intake.scale.tolist()),
+            carry=() if mixed.intake is None else tuple(mixed.intake.carry.tolist()),
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
             starts=self._starts,
             psnr_offset=float(np.mean(self._offsets)) if self._offsets else None,

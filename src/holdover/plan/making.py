@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from ..errors import ConfigError
 from ..profiles import Certificate, Profile, Schedule
+from ..runtime.clock import Stepped
 from .config import DEFAULT_BUDGET, PlanConfig
-from .kernel import Kernel
+from .intake import Intake, intake_of
+from .kernel import Array, Kernel
 from .plan import Plan, digest
 from .planner import Choice, Planner
 from .rollout import DEPTH, Course, Ranges, Weights, least_squares
@@ -27,24 +30,35 @@ class Kind:
     """One kind of generation, with what was measured brought to its grid; kept from request to request.
 
     `branches` are those with weights of their own; none where all have the same. `together` is what was measured with
-    the branches merged.
+    the branches merged. `intake` is None where the scheduler gets outputs as they are.
     """
 
     setting: Setting
     kernel: Kernel | None
     branches: tuple[str, ...] = ()
     together: Kernel | None = None
+    intake: Intake | None = None
 
     @cached_property
     def planner(self) -> Planner | None:
         """Plans on what was measured."""
-        kernel, setting = self.kernel, self.setting
-        return None if kernel is None else Planner(Course(kernel, setting.response), setting.ranges)
+        return None if self.kernel is None else Planner(Course(self.kernel, self.response), self.setting.ranges)
+
+    @cached_property
+    def response(self) -> Array:
+        """How much of each output is in each latent."""
+        response = self.setting.response
+        return response if self.intake is None else self.intake.response(response)
+
+    def output(self, stepped: Stepped) -> torch.Tensor:
+        """The output of a step, mixed of its branches."""
+        output: torch.Tensor = stepped.output
+        return output if self.intake is None else self.intake.output(stepped)
 
     @cached_property
     def merged(self) -> Kind:
         """The same with one set of weights for whatever branches there are."""
-        return Kind(self.setting, self.together) if self.branches else self
+        return Kind(self.setting, self.together, intake=self.intake) if self.branches else self
 
 
 def kind_of(setting: Setting, profile: Profile | None) -> Kind:
@@ -56,19 +70,27 @@ def kind_of(setting: Setting, profile: Profile | None) -> Kind:
         return Kind(setting, None)
     facts = profile.facts
     mix = remixed(facts.mix, facts.guidance, setting.guidance)
-    kernel = Kernel(np.array(facts.noise), profile.grams, profile.growth, mix).on(setting.noise)
+    noise = np.array(facts.noise)
+    kernel = Kernel(noise, profile.grams, profile.growth, mix).on(setting.noise)
     apart = kernel if all(mix) else replace(kernel, mix=facts.mix)
-    return Kind(setting, apart, facts.branches, kernel.merged)
+    intake = intake_of(facts)
+    there = None if intake is None else intake.on(noise, setting.noise)
+    return Kind(setting, apart, facts.branches, kernel.merged, there)
 
 
 def remixed(mix: tuple[float, ...], measured: float | None, wanted: float | None) -> tuple[float, ...]:
-    """The mix of two branches at another guidance: s and 1 - s for classifier-free guidance, else as it was."""
+    """The mix of two branches at another guidance: s and 1 - s for classifier-free guidance, else as it was.
+
+    Some pipelines count guidance from 0, not from 1: theirs is 1 + s and -s.
+    """
     if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=_SAME):
         return mix
     wanted = max(wanted, 1.0)  # below it pipelines run one branch
-    if np.isclose(mix[0], measured, atol=_SAME):
-        return (wanted, 1 - wanted)
-    return (1 - wanted, wanted) if np.isclose(mix[1], measured, atol=_SAME) else mix
+    for cond, more in ((0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)):
+        if np.isclose(mix[cond], measured + more, atol=_SAME):
+            share = wanted + more
+            return (share, 1 - share) if cond == 0 else (1 - share, share)
+    return mix
 
 
 class PlanMaker:

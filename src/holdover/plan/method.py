@@ -181,7 +181,7 @@ class PlanMethod(Method):
         if current.guard is None:
             return
         if stepped.step in current.plan.computed:
-            current.guard.saw(stepped.step, stepped.output)
+            current.guard.saw(stepped.step, current.kind.output(stepped))
         if current.guard.alarmed():
             self._add(current, stepped.step)
 

@@ -87,7 +87,8 @@ class Certificate:
 class Facts:
     """Everything in a profile that is not an array.
 
-    `starts` has the first step of each expert, of which most models have one.
+    `starts` has the first step of each expert, of which most models have one. `scale` and `carry` say for each step how
+    much of the output and of the latent the scheduler got; they are empty where it got the output as it is.
     """
 
     name: str
@@ -102,6 +103,8 @@ class Facts:
     guidance: float | None = None
     branches: tuple[str, ...] = ()
     mix: tuple[float, ...] = (1.0,)
+    scale: tuple[float, ...] = ()
+    carry: tuple[float, ...] = ()
     call: tuple[tuple[str, str | int | float | bool | None], ...] = ()
     starts: tuple[int, ...] = (0,)
     psnr_offset: float | None = None
@@ -133,6 +136,8 @@ class Profile:
         _require(_rising((-1, *self.facts.starts, steps)) and self.facts.starts[:1] == (0,), "its starts are no steps")
         _require(len(self.facts.surprise) in (0, 2), "its surprise is not two numbers")
         _require(len(self.facts.mix) == max(1, len(self.facts.branches)), "its mix does not fit its branches")
+        scale, carry = self.facts.scale, self.facts.carry
+        _require(len(scale) == len(carry) in (0, steps) and all(scale), "its scale and carry do not fit its steps")
         _require(_squares(self.grams, steps * len(self.facts.mix)), "its Gram matrices do not fit")
         for name, seam in self.seams.items():
             _require(_squares(seam, steps), f"the seam {name!r}'s Gram matrices do not fit")

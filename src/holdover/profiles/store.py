@@ -72,7 +72,7 @@ def find(
     method: Literal["tea_cache"],
     transformer: nn.Module,
     pipeline: object = None,
-    asked: Profile | str | None = None,
+    name: Profile | str | None = None,
     signal: str | None = None,
 ) -> TeaCacheProfile | None: ...
 @overload
@@ -80,13 +80,13 @@ def find(
     method: Literal["mag_cache"],
     transformer: nn.Module,
     pipeline: object = None,
-    asked: Profile | str | None = None,
+    name: Profile | str | None = None,
 ) -> MagCacheProfile | None: ...
 def find(
     method: Method,
     transformer: nn.Module,
     pipeline: object = None,
-    asked: Profile | str | None = None,
+    name: Profile | str | None = None,
     signal: str | None = None,
 ) -> MethodProfile | None:
     """The profile asked for (the object, a file, a shipped one's name), else the one that fits best, else None.
@@ -94,10 +94,10 @@ def find(
     A file is a `.json` that `save` wrote, or the `.safetensors` of `holdover.calibrate`. `signal` leaves only profiles
     that were measured with that signal.
     """
-    if asked is not None:
-        if isinstance(asked, Profile) or asked.endswith(SUFFIX):
-            return _calibrated(method, asked, transformer, pipeline)
-        return load(asked, method) if asked.endswith(".json") else _named(method, asked, transformer)
+    if name is not None:
+        if isinstance(name, Profile) or name.endswith(SUFFIX):
+            return _calibrated(method, name, transformer, pipeline)
+        return load(name, method) if name.endswith(".json") else _named(method, name, transformer)
     entries = [p for p in _of_class(method, transformer) if signal is None or getattr(p, "signal", None) == signal]
     agreeing = [(count, p) for p in entries if (count := _agreement(p, transformer, pipeline)) is not None]
     if agreeing:

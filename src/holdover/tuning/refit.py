@@ -2,8 +2,9 @@
 
 At held step i the weights of the last computed outputs, of each branch, are fitted to the output that puts the next
 latent where the uncached generation has it: v_i - sum_{k<i} R[i+1,k] (u_k - v_k) / R[i+1,i], with u the outputs of this
-run, v those of the uncached one, and R the scheduler's response. Early held steps keep the weights that were planned on
-paper: what an early error does differs from picture to picture, and weights fitted to some mislead others.
+run, v those of the uncached one, and R how much of each output is in each latent. Early held steps keep the weights
+that were planned on paper: what an early error does differs from picture to picture, and weights fitted to some mislead
+others.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from ..calibration.shelf import Shelf
 from ..grid import Grid
 from ..models.arguments import tensors_in
 from ..plan.config import PlanConfig
-from ..plan.kernel import Array
-from ..plan.making import kind_of
+from ..plan.intake import intake_of
+from ..plan.making import Kind, kind_of
 from ..plan.method import OutputPlan
 from ..plan.rollout import DEPTH, Weights, ridged
-from ..plan.setting import Setting
 from ..predictors.linear import Predictor
 from ..profiles import Profile
 from ..runtime.backend import transformers_of
@@ -48,7 +48,7 @@ class Refit:
 
     def __enter__(self) -> Self:
         with Shelf("device") as latents:
-            self._run(Outputs(Trajectory(latents, self._uncached)))
+            self._run(Outputs(Trajectory(latents, self._uncached, intake=intake_of(self._profile.facts))))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -89,32 +89,32 @@ class _Fitting(OutputPlan):
         self._on_paper: dict[int, Weights] = {}
         self._branched: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
-        self._response: Array | None = None
+        self._kind: Kind | None = None
         self.fitted: dict[int, tuple[float, ...]] = {}
 
     def _measured(self, unit: Unit) -> None:
         """A fit makes its own weights: the profile is asked for the early ones alone."""
 
     def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
-        if self._response is None:
-            setting = self._running(grid).kind.setting
-            self._response, self._on_paper = setting.response, self._early(setting)
+        if self._kind is None:
+            self._kind = kind_of(self._running(grid).kind.setting, self._known)
+            self._on_paper = self._early(self._kind)
         return _WhenItComes(self, list(self._mix).index(branch) if self._mix else 0)
 
-    def _early(self, setting: Setting) -> dict[int, Weights]:
+    def _early(self, kind: Kind) -> dict[int, Weights]:
         """The weights on paper of the steps that are not fitted."""
-        kind = kind_of(setting, self._known)
         planner = kind.planner if self._mix else kind.merged.planner
         assert planner is not None
         weights = planner.weights(self._computed)
-        return {step: made for step, made in weights.items() if setting.noise[step] > FITTED_BELOW}
+        return {step: made for step, made in weights.items() if kind.setting.noise[step] > FITTED_BELOW}
 
     def observe(self, computed: Computed) -> None:
         if self._mix:
             self._branched[computed.branch, computed.step] = next(tensors_in(computed.output)).detach().float().clone()
 
     def stepped(self, stepped: Stepped) -> None:
-        self._outputs.append(stepped.output.detach().float().clone())
+        assert self._kind is not None
+        self._outputs.append(self._kind.output(stepped).detach().float().clone())
 
     def weights(self, step: int, anchors: Sequence[int], branch: int) -> tuple[float, ...]:
         """The weights of a held step for one branch."""
@@ -135,9 +135,9 @@ class _Fitting(OutputPlan):
         return [share * self._branched[branch, a] for branch, share in self._mix.items() for a in anchors]
 
     def _wanted(self, step: int) -> torch.Tensor:
-        assert self._response is not None
+        assert self._kind is not None
         wanted = self._uncached[step].clone()
-        row = self._response[step + 1]
+        row = self._kind.response[step + 1]
         for earlier in range(step if abs(row[step]) > 1e-12 else 0):
             off = self._outputs[earlier] - self._uncached[earlier]
             wanted.sub_(off, alpha=float(row[earlier] / row[step]))
