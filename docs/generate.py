@@ -208,9 +208,9 @@ def _kept(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, str]]:
 
 def elsewhere() -> str:
     """The same of plans from few generations, and where a generation differs from those that were measured."""
-    parts, shown = figures_of("quality")["parts"], figures_of("quality")["scale"]["probed"]
-    named = ("generations", "guidance", "other steps", "schedulers")
-    cells = _kept(row for name in named for row in parts[name]["rows"])
+    measured = figures_of("quality")
+    shown, named = measured["scale"]["probed"], ("generations", "guidance", "other steps", "schedulers")
+    cells = _kept(row for name in named for row in measured["parts"][name]["rows"])
     return table(
         ("calibrated", *(f"{count} computed" for count in shown)),
         ((name, *(kept[count] for count in shown)) for name, kept in cells.items()),

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from diffusers import DPMSolverMultistepScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.grid import Grid
 from holdover.plan import rollout
-from holdover.plan.response import euler, response_of
+from holdover.plan.response import euler
 from holdover.plan.rollout import DEPTH, LED_BACK, Course, Weights, error_of, fit, least_squares, ridged
 
-from .trajectories import WIDTH, branched_kernel, falling, kernel_of, mean_square, outputs, smooth_kernel
+from .trajectories import WIDTH, branched_kernel, falling, kernel_of, mean_square, multistep, outputs, smooth_kernel
 
 relaxed = settings(deadline=None, max_examples=30)
 seeds = st.integers(0, 10**6)
-
-
-def multistep(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise levels and response of DPM-Solver++ in its flow form."""
-    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    scheduler.set_timesteps(steps)
-    noise = scheduler.timesteps.double().numpy() / 1000
-    response = response_of(scheduler, Grid(steps, tuple(noise)))
-    assert response is not None
-    return noise, response
 
 
 @relaxed

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from diffusers import DPMSolverMultistepScheduler
 from numpy.typing import NDArray
 
+from holdover.grid import Grid
 from holdover.plan.kernel import Kernel
+from holdover.plan.response import response_of
 
 Array = NDArray[np.float64]
 WIDTH = 40  # values in a latent
@@ -41,3 +44,13 @@ def smooth_kernel(steps: int, seed: int, count: int = 3) -> Kernel:
 
 def mean_square(vector: Array) -> float:
     return float(vector @ vector / WIDTH)
+
+
+def multistep(steps: int) -> tuple[Array, Array]:
+    """Noise levels and response of DPM-Solver++ in its flow form."""
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler.set_timesteps(steps)
+    noise = scheduler.timesteps.double().numpy() / 1000
+    response = response_of(scheduler, Grid(steps, tuple(noise)))
+    assert response is not None
+    return noise, response

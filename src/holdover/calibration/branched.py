@@ -101,8 +101,9 @@ def _told_apart(products: Array, branches: tuple[str, ...], steps: int) -> Mixed
     """The branches with their mix, if it explains what the scheduler got; one alone is as the scheduler got it."""
     count, inner = len(branches), len(branches) * steps
     same_step = np.einsum("gbtct->bc", products.reshape(-1, count + 1, steps, count + 1, steps))
-    mix = np.linalg.lstsq(same_step[:-1, :-1], same_step[:-1, -1], rcond=None)[0]
-    if same_step[-1, -1] - mix @ same_step[:-1, -1] > _MISSED * same_step[-1, -1]:
+    each = np.eye(count + 1)
+    mix, missed = _made_of(each[:-1], each[-1], same_step)
+    if missed > _MISSED:
         return None
     if count == 1:
         return Mixed(products[:, inner:, inner:])
@@ -116,18 +117,19 @@ def _preconditioned(products: Array, branches: tuple[str, ...], steps: int) -> M
     it does to the latent counts. A third of the steps must be clear without that.
     """
     count, inner, total = len(branches), len(branches) * steps, products.sum(axis=0)
-    of_step = np.stack([total[at : inner + 2 * steps : steps, at : inner + 2 * steps : steps] for at in range(steps)])
-    each = np.eye(count + 2)
-    shares = _fitted(of_step, each[[*range(count), -1]])[0][:, :-1]
+    of_step = [total[at : inner + 2 * steps : steps, at : inner + 2 * steps : steps] for at in range(steps)]
+    *each, got, latent = np.eye(count + 2)
+    shares = np.array([_made_of(np.stack([*each, latent]), got, gram)[0][:-1] for gram in of_step])
     scale = shares.sum(axis=1, keepdims=True)
     if np.any(np.abs(scale) < 1e-6):
         return None
     mix = np.median(shares / scale, axis=0)
-    intake, missed = _fitted(of_step, np.stack([[*mix, 0.0, 0.0], each[-1]]))
+    fitted = [_made_of(np.stack([mix @ each, latent]), got, gram) for gram in of_step]
+    missed = np.array([rest for _, rest in fitted])
     clear, rounded = missed <= _MISSED, missed * _moved(total[inner + steps :, inner + steps :]) <= _ROUNDED * mix @ mix
     if clear.mean() < 1 / 3 or not np.all(clear | rounded):
         return None
-    own = Mixed(products[:, :inner, :inner], intake=Intake(*intake.T))
+    own = Mixed(products[:, :inner, :inner], intake=Intake(*np.array([share for share, _ in fitted]).T))
     return own if count == 1 else replace(own, branches=branches, mix=tuple(map(float, mix)))
 
 
@@ -138,13 +140,9 @@ def _moved(latents: Array) -> Array:
     return moved
 
 
-def _fitted(grams: Array, features: Array) -> tuple[Array, Array]:
-    """How much of each feature is in the last vector but one of each Gram matrix, and the part that is missed of it."""
-    shares, missed = [], []
-    for gram in grams:
-        normal, known, whole = features @ gram @ features.T, features @ gram[-2], max(gram[-2, -2], 1e-30)
-        size = np.sqrt(np.maximum(np.diag(normal), 1e-30))
-        share = np.linalg.lstsq(normal / np.outer(size, size), known / size, rcond=1e-12)[0] / size
-        shares.append(share)
-        missed.append((whole - share @ known) / whole)
-    return np.array(shares), np.array(missed)
+def _made_of(features: Array, wanted: Array, gram: Array) -> tuple[Array, float]:
+    """How much of each feature is in what is wanted, and the part of its squared length that is missed."""
+    normal, known, whole = features @ gram @ features.T, features @ gram @ wanted, float(wanted @ gram @ wanted)
+    size = np.sqrt(np.maximum(np.diag(normal), 1e-30))
+    shares: Array = np.linalg.lstsq(normal / np.outer(size, size), known / size, rcond=1e-12)[0] / size
+    return shares, (whole - float(shares @ known)) / max(whole, 1e-30)

@@ -12,9 +12,8 @@ from ..magcache.calibration import Calibration
 from ..models.family import Signal
 from ..plan.config import PlanConfig
 from ..plan.guard import Guard
-from ..plan.intake import Intake
+from ..plan.intake import Intake, output_of
 from ..plan.kernel import Array, Kernel
-from ..plan.making import Kind
 from ..plan.method import NEWTON_DEPTH, OutputPlan, places_of
 from ..plan.rollout import Course, Weights
 from ..plan.schedules import growing
@@ -47,13 +46,13 @@ class Trajectory:
         branched: Branched | None = None,
         intake: Intake | None = None,
     ) -> None:
-        self.latents, self._outputs, self.branched, self._intake = latents, outputs, branched, intake
+        self.latents, self._outputs, self.branched, self.intake = latents, outputs, branched, intake
         self._last: Stepped | None = None
 
     def add(self, stepped: Stepped) -> None:
         self.latents.put(stepped.sample)
         if self._outputs is not None:
-            self._outputs.put(stepped.output if self._intake is None else self._intake.output(stepped))
+            self._outputs.put(output_of(stepped, self.intake))
         self._last = stepped
 
     def close(self) -> None:
@@ -184,10 +183,10 @@ class Probe(OutputPlan):
 
     follows = True
 
-    def __init__(self, trajectory: Trajectory, kernel: Kernel, kind: Kind) -> None:
+    def __init__(self, trajectory: Trajectory, kernel: Kernel) -> None:
         count = min(kernel.steps, max(3, kernel.steps // PROBED))
         super().__init__(PlanConfig(schedule=growing(kernel.steps, count), predictor="newton", guard=False))
-        self._kind, self.guard = kind, Guard(kernel)
+        self.guard = Guard(kernel)
         self.computed: tuple[int, ...] = ()
         self._trajectory = trajectory
 
@@ -202,7 +201,7 @@ class Probe(OutputPlan):
     def stepped(self, stepped: Stepped) -> None:
         self._trajectory.add(stepped)
         if stepped.step in self.computed:
-            self.guard.saw(stepped.step, self._kind.output(stepped))
+            self.guard.saw(stepped.step, output_of(stepped, self._trajectory.intake))
 
     def finished(self) -> None:
         super().finished()

@@ -47,9 +47,7 @@ class Session:
         self._seams: dict[str, list[Array]] = {}
         self._offsets: list[float] = []
         self._surprise: list[float] = []
-        self._noise: tuple[float, ...] = ()
-        self._starts: tuple[int, ...] = (0,)
-        self._guidance: float | None = None
+        self._setting: Setting | None = None
         self._whole = True
         self._engine = Engine(caller.pipe, transformers_of(caller.pipe), NoneMethod())
 
@@ -65,16 +63,16 @@ class Session:
         with ExitStack() as stack:
             latents, outputs, probed_latents = (stack.enter_context(Shelf(self._store)) for _ in range(3))
             branched = stack.enter_context(Branched(self._store))
-            reference, probe = Trajectory(latents, outputs, branched), Trajectory(probed_latents)
+            reference = Trajectory(latents, outputs, branched)
             self._announce(reference, bar)
             pictures, setting = self._uncached(reference, prompts, seeds, stack)
             bar.update()
             mixed = self._mixed(reference, setting)
             self._keep_seams(reference.steps)
             kernel = mixed.kernel(setting.noise).merged
-            kind = Kind(setting, kernel, intake=mixed.intake)
-            course = Course(kernel, kind.response)
-            probing = Probe(probe, kernel, kind)
+            course = Course(kernel, Kind(setting, kernel, intake=mixed.intake).response)
+            probe = Trajectory(probed_latents, intake=mixed.intake)
+            probing = Probe(probe, kernel)
             probed = self._run(probing, prompts, seeds)
             bar.update()
             self._surprise += probing.guard.ratios
@@ -100,16 +98,14 @@ class Session:
 
     def _mixed(self, reference: Trajectory, setting: Setting) -> Mixed:
         """The outputs of a generation; every one must have the same noise levels, and run all of them."""
-        noise = tuple(setting.noise.tolist())
-        if reference.steps != len(noise):
+        if reference.steps != len(setting.noise):
             raise HoldoverError(
-                f"The scheduler has {len(noise)} steps and made {reference.steps}: calibrate a pipeline that runs each "
-                "of them once, from noise."
+                f"The scheduler has {len(setting.noise)} steps and made {reference.steps}: calibrate a pipeline that "
+                "runs each of them once, from noise."
             )
-        if self._noise not in ((), noise):
+        if self._setting is not None and not np.array_equal(self._setting.noise, setting.noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
-        self._noise, self._starts = noise, tuple(first for first, _ in setting.ranges)
-        self._guidance = setting.guidance
+        self._setting = setting
         assert reference.branched is not None
         return reference.branched.mixed(reference.outputs, reference.latents)
 
@@ -158,24 +154,25 @@ class Session:
 
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """Everything that was measured, with where it comes from."""
-        pipe, caller, mixed = self._caller.pipe, self._caller, together(self._measured)
+        assert self._setting is not None
+        pipe, caller, setting, mixed = self._caller.pipe, self._caller, self._setting, together(self._measured)
         facts = Facts(
             name=name,
             pipeline=type(pipe).__name__,
             scheduler=type(pipe.scheduler).__name__,
-            noise=self._noise,
+            noise=tuple(setting.noise.tolist()),
             models=tuple((unit.name, facts_of(unit.core)) for unit in self._engine.units),
             prompts=len(prompts),
             prompts_hash=hash_of(prompts),
             date=date.today().isoformat(),
             versions=tuple((library, _version(library)) for library in _LIBRARIES),
-            guidance=self._guidance if caller.guidance is None else float(caller.guidance),
+            guidance=setting.guidance if caller.guidance is None else float(caller.guidance),
             branches=mixed.branches,
             mix=mixed.mix,
             scale=() if mixed.intake is None else tuple(mixed.intake.scale.tolist()),
             carry=() if mixed.intake is None else tuple(mixed.intake.carry.tolist()),
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
-            starts=self._starts,
+            starts=tuple(first for first, _ in setting.ranges),
             psnr_offset=float(np.mean(self._offsets)) if self._offsets else None,
             surprise=(median(self._surprise), max(self._surprise)) if self._surprise else (),
             tea_cache=tuple((u.name, fit) for u in self._cut if (fit := self._fit(u, len(prompts))) is not None),

@@ -26,9 +26,9 @@ class Intake:
 
     def on(self, known: Array, wanted: Array) -> Intake:
         """The same on another grid of noise levels."""
-        order = np.argsort(known)
-        scale, carry = (np.interp(wanted, known[order], values[order]) for values in (self.scale, self.carry))
-        return Intake(scale, carry)
+        if np.array_equal(wanted, known):
+            return self
+        return Intake(*(np.interp(-wanted, -known, values) for values in (self.scale, self.carry)))
 
     def response(self, response: Array) -> Array:
         """How much of each output is in each latent: x = R (scale F + carry x), solved for x."""
@@ -42,6 +42,13 @@ class Intake:
         return got.float().sub(stepped.sample, alpha=carry).div(scale)
 
 
-def intake_of(facts: Facts) -> Intake | None:
-    """The intake that was measured; None where the scheduler got outputs as they are."""
-    return Intake(np.array(facts.scale), np.array(facts.carry)) if facts.scale else None
+def intake_of(facts: Facts, noise: Array) -> Intake | None:
+    """The intake that was measured, on a grid of noise levels; None where the scheduler got outputs as they are."""
+    measured = Intake(np.array(facts.scale), np.array(facts.carry))
+    return measured.on(np.array(facts.noise), noise) if facts.scale else None
+
+
+def output_of(stepped: Stepped, intake: Intake | None) -> torch.Tensor:
+    """The model's output at a step of the scheduler, mixed of its branches."""
+    got: torch.Tensor = stepped.output
+    return got if intake is None else intake.output(stepped)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError
 from ..profiles import Certificate, Profile, Schedule
-from ..runtime.clock import Stepped
 from .config import DEFAULT_BUDGET, PlanConfig
 from .intake import Intake, intake_of
 from .kernel import Array, Kernel
@@ -50,11 +48,6 @@ class Kind:
         response = self.setting.response
         return response if self.intake is None else self.intake.response(response)
 
-    def output(self, stepped: Stepped) -> torch.Tensor:
-        """The output of a step, mixed of its branches."""
-        output: torch.Tensor = stepped.output
-        return output if self.intake is None else self.intake.output(stepped)
-
     @cached_property
     def merged(self) -> Kind:
         """The same with one set of weights for whatever branches there are."""
@@ -70,12 +63,9 @@ def kind_of(setting: Setting, profile: Profile | None) -> Kind:
         return Kind(setting, None)
     facts = profile.facts
     mix = remixed(facts.mix, facts.guidance, setting.guidance)
-    noise = np.array(facts.noise)
-    kernel = Kernel(noise, profile.grams, profile.growth, mix).on(setting.noise)
+    kernel = Kernel(np.array(facts.noise), profile.grams, profile.growth, mix).on(setting.noise)
     apart = kernel if all(mix) else replace(kernel, mix=facts.mix)
-    intake = intake_of(facts)
-    there = None if intake is None else intake.on(noise, setting.noise)
-    return Kind(setting, apart, facts.branches, kernel.merged, there)
+    return Kind(setting, apart, facts.branches, kernel.merged, intake_of(facts, setting.noise))
 
 
 def remixed(mix: tuple[float, ...], measured: float | None, wanted: float | None) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ from ..runtime.unit import Unit
 from ..runtime.whole import WholeSeam
 from .config import PlanConfig
 from .guard import Guard
+from .intake import output_of
 from .making import Kind, PlanMaker, kind_of
 from .plan import Plan, Planned, digest
 from .profile import resolved
@@ -181,7 +182,7 @@ class PlanMethod(Method):
         if current.guard is None:
             return
         if stepped.step in current.plan.computed:
-            current.guard.saw(stepped.step, current.kind.output(stepped))
+            current.guard.saw(stepped.step, output_of(stepped, current.kind.intake))
         if current.guard.alarmed():
             self._add(current, stepped.step)
 

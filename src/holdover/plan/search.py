@@ -103,7 +103,7 @@ def neighbours(
     computed: tuple[int, ...], steps: int, starts: Collection[int] = (0,), furthest: int = 3
 ) -> Iterator[tuple[int, ...]]:
     """Schedules in which one computed step is moved by up to `furthest` places; the first of each expert stays."""
-    for step in computed:
-        for move in (sign * distance for distance in range(1, furthest + 1) for sign in (-1, 1)):
-            if step not in starts and 0 <= step + move < steps and step + move not in computed:
-                yield tuple(sorted({*computed, step + move} - {step}))
+    for step in (step for step in computed if step not in starts):
+        for moved in (step + sign * distance for distance in range(1, furthest + 1) for sign in (-1, 1)):
+            if 0 <= moved < steps and moved not in computed:
+                yield tuple(sorted({*computed, moved} - {step}))

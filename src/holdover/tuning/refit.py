@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
+import numpy as np
 import torch
 
 from ..calibration.calls import Caller
@@ -22,7 +23,7 @@ from ..calibration.shelf import Shelf
 from ..grid import Grid
 from ..models.arguments import tensors_in
 from ..plan.config import PlanConfig
-from ..plan.intake import intake_of
+from ..plan.intake import intake_of, output_of
 from ..plan.making import Kind, kind_of
 from ..plan.method import OutputPlan
 from ..plan.rollout import DEPTH, Weights, ridged
@@ -47,8 +48,10 @@ class Refit:
         self._uncached = self._stack.enter_context(Shelf("device"))
 
     def __enter__(self) -> Self:
+        facts = self._profile.facts
         with Shelf("device") as latents:
-            self._run(Outputs(Trajectory(latents, self._uncached, intake=intake_of(self._profile.facts))))
+            intake = intake_of(facts, np.array(facts.noise))
+            self._run(Outputs(Trajectory(latents, self._uncached, intake=intake)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -114,7 +117,7 @@ class _Fitting(OutputPlan):
 
     def stepped(self, stepped: Stepped) -> None:
         assert self._kind is not None
-        self._outputs.append(self._kind.output(stepped).detach().float().clone())
+        self._outputs.append(output_of(stepped, self._kind.intake).detach().float().clone())
 
     def weights(self, step: int, anchors: Sequence[int], branch: int) -> tuple[float, ...]:
         """The weights of a held step for one branch."""
