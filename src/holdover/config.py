@@ -44,7 +44,14 @@ def allowed_values(field: dataclasses.Field[Any]) -> str:
 class Config:
     """Base of every config: values are checked on construction, whoever constructs it."""
 
-    method: ClassVar[str] = ""
+    method: ClassVar[str] = ""  # name in `holdover.enable`
+    color: ClassVar[str] = "grey"  # color of its series in reports: a name in the page's style sheet
+    vllm_omni: ClassVar[str] = ""  # name of its cache backend in vLLM-Omni; empty where it is not offered
+
+    @property
+    def batchable(self) -> bool:
+        """Whether every decision depends on the step alone, so that requests may share a generation."""
+        return False
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

@@ -19,5 +19,7 @@ class CacheDiTConfig(CacheDiTSettings):
     """
 
     method: ClassVar[str] = "cache_dit"
+    color: ClassVar[str] = "amber"
+    vllm_omni: ClassVar[str] = "holdover_cache_dit"
 
     num_inference_steps: int | None = setting(None, ge=1, doc="number of steps where no scheduler says it")

@@ -20,11 +20,17 @@ class MagCacheConfig(MagCacheSettings):
     """
 
     method: ClassVar[str] = "mag_cache"
+    color: ClassVar[str] = "violet"
+    vllm_omni: ClassVar[str] = "holdover_mag_cache"
 
     profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
     interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are taken to another step count")
     calibration_path: str | None = setting(None, doc="where a calibration is saved as a profile")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
+
+    @property
+    def batchable(self) -> bool:
+        return True
 
     @property
     def calibrating(self) -> bool:

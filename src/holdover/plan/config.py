@@ -23,6 +23,8 @@ class PlanConfig(Config):
     """
 
     method: ClassVar[str] = "plan"
+    color: ClassVar[str] = "rose"
+    vllm_omni: ClassVar[str] = "holdover_plan"
 
     profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
     budget: int | str | None = setting(None, doc='computed steps, or a speed-up such as "4x"')
@@ -33,6 +35,10 @@ class PlanConfig(Config):
     )
     quantity: str = setting("output", choices=("output", "seam"), doc="what is held: the model's output, or residuals")
     guard: bool = setting(True, doc="compute more where a generation is harder than those measured")
+
+    @property
+    def batchable(self) -> bool:
+        return not self.guard
 
     def __post_init__(self) -> None:
         super().__post_init__()

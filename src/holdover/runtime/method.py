@@ -101,6 +101,10 @@ class NoneConfig(Config):
 
     method: ClassVar[str] = "none"
 
+    @property
+    def batchable(self) -> bool:
+        return True
+
 
 class NoneMethod(Method):
     """Every forward runs as it is; it is only counted and timed."""

@@ -24,6 +24,8 @@ class TeaCacheConfig(TeaCacheSettings):
     """
 
     method: ClassVar[str] = "tea_cache"
+    color: ClassVar[str] = "teal"
+    vllm_omni: ClassVar[str] = "holdover_tea_cache"
 
     transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
     profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
