@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .prompt_embed_cache import install_prompt_embed_cache as install_prompt_embed_cache
     from .prompt_embed_cache import resolve_prompt_embed_cache_config as resolve_prompt_embed_cache_config
     from .prompt_embed_cache import uninstall_prompt_embed_cache as uninstall_prompt_embed_cache
-    from .runtime.ranks import Ranks as Ranks
+    from .engine.parallel import Ranks as Ranks
     from .selector import get_cache_backend as get_cache_backend
     from .teacache import TeaCacheBackend as TeaCacheBackend
     from .teacache import TeaCacheConfig as TeaCacheConfig
@@ -65,6 +65,7 @@ _HOMES = {
     "cache_dit_backend": ("CacheDiTBackend", "CacheDiTConfig"),
     "calibration": ("calibrate",),
     "context": ("CacheContext",),
+    "engine.parallel": ("Ranks",),
     "errors": (
         "ConfigError",
         "EnableError",
@@ -87,7 +88,6 @@ _HOMES = {
         "resolve_prompt_embed_cache_config",
         "uninstall_prompt_embed_cache",
     ),
-    "runtime.ranks": ("Ranks",),
     "selector": ("get_cache_backend",),
     "teacache": ("TeaCacheBackend", "TeaCacheConfig", "apply_teacache_hook"),
     "tuning": ("polish", "tune"),

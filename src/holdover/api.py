@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
     from .magcache import MagCacheBackend, MagCacheConfig
     from .plan import PlanBackend, PlanConfig
-    from .runtime.ranks import Ranks
-    from .runtime.replay import ReplayReport
+    from .engine.parallel import Ranks
+    from .engine.verify import ReplayReport
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
 
@@ -59,12 +59,12 @@ def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **
 
 def _state(backend: CacheBackend, ranks: Ranks) -> None:
     """Tell an enabled cache its ranks; where they are wrong, take it off again."""
-    from .runtime.backend import SeamBackend
+    from .engine.backend import EngineBackend
 
     try:
-        if not isinstance(backend, SeamBackend):
+        if not isinstance(backend, EngineBackend):
             raise ConfigError(f"{type(backend).__name__} does not run over several ranks: leave out ranks=.")
-        backend.over(ranks)
+        backend.set_ranks(ranks)
     except ConfigError:
         backend.disable()
         raise
@@ -76,16 +76,16 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
     One full forward and one forced hold on the same inputs, compared by output and by stream; the transformer is not
     changed. `print(report)` says where the cut runs.
     """
-    from .runtime.check import check as replay
+    from .engine.backend import check as replay
 
     return replay(transformer, **inputs)
 
 
 def disable(target: Any) -> None:
     """Take off whatever cache is on a pipeline or a transformer."""
-    from .runtime.backend import cache_of
+    from .engine.backend import find_cache
 
-    cache = cache_of(target)
+    cache = find_cache(target)
     if cache is None:
         raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")
     cache.disable()

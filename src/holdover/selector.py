@@ -15,7 +15,7 @@ BACKENDS = {
     "mag_cache": ("holdover.magcache", "MagCacheBackend"),
     "cache_dit": ("holdover.cache_dit_backend", "CacheDiTBackend"),
     "plan": ("holdover.plan", "PlanBackend"),
-    "none": ("holdover.runtime.backend", "NoneBackend"),
+    "none": ("holdover.engine.backend", "NoneBackend"),
 }
 
 

@@ -80,7 +80,7 @@ def under_cache_dit(tiny: TinyModel) -> dict[str, str]:
             for step in range(2):
                 with model.cache_context("cond", step_index=step, num_inference_steps=2):
                     model(**inputs)
-            report = cache.engine.units[0].report
+            report = cache.reports()["transformer"]
             return {"lists": str(report.cut).removeprefix("cache-dit: ")}
     except holdover.EnableError as error:
         return {"refused": str(error).partition(". ")[0]}

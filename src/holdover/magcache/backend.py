@@ -1,20 +1,138 @@
-"""MagCache as a backend."""
+"""MagCache as a backend: the policy of its paper and the model's magnitude ratios."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
-from ..config import Config
-from ..errors import NotEnabledError
-from ..profiles import MagCacheProfile
-from ..runtime.backend import SeamBackend
+from ..engine.backend import EngineBackend
+from ..engine.blocks import BlockPasses
+from ..engine.install import CachedTransformer
+from ..engine.method import BLOCK_PASSES, Method
+from ..engine.state import ComputedForward
+from ..engine.storage import STORAGES
+from ..errors import ConfigError, NotEnabledError
+from ..grid import Grid
+from ..policies.base import Policy
+from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
+from ..policies.static import AlwaysCompute
+from ..profiles import MagCacheProfile, MagCacheRatios, find, save
 from .calibration import Calibration
 from .config import MagCacheConfig
-from .method import MagCacheMethod
-from .strategy import MagCacheStrategy
+from .strategy import MagCacheStrategy, StrategyPasses, strategy_of
+
+logger = logging.getLogger(__name__)
 
 
-class MagCacheBackend(SeamBackend):
+class MagCacheMethod(Method[MagCacheConfig]):
+    """MagCache with one set of settings; in calibration it holds nothing and measures."""
+
+    name = "mag_cache"
+
+    def __init__(self, config: MagCacheConfig, strategy: MagCacheStrategy | None = None) -> None:
+        super().__init__(config)
+        self._strategy = strategy
+        self._profiles: dict[CachedTransformer, MagCacheProfile] = {}
+        self._passes: dict[CachedTransformer, BlockPasses] = {}
+        self.calibration = Calibration() if config.calibrating else None
+        self.observes = config.calibrating
+        self.storage = STORAGES[config.hold_in]
+
+    @property
+    def declared_steps(self) -> int:
+        return self.config.num_inference_steps
+
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        strategy = self._strategy or strategy_of(transformer.core)
+        overridden = strategy is not None and strategy.overrides_residual
+        self._passes[transformer] = StrategyPasses(strategy) if strategy and overridden else BLOCK_PASSES
+        if self.calibration is not None:
+            return (f"{transformer.name}: calibrating, nothing is held",)
+        profile = self._profiles[transformer] = self._resolve(transformer, pipeline, strategy)
+        return (f"{transformer.name}: ratios {profile.name}",)
+
+    def _resolve(
+        self, transformer: CachedTransformer, pipeline: Any, strategy: MagCacheStrategy | None
+    ) -> MagCacheProfile:
+        """Ratios given, else those of the profile asked for, of a strategy, or of the profile that fits."""
+        if self.config.ratios_by_branch:
+            return _as_profile("given", transformer, self.config.ratios_by_branch)
+        if self.config.profile is None and strategy is not None and strategy.mag_ratios is not None:
+            ratios = tuple(float(r) for r in strategy.mag_ratios)
+            return _as_profile(type(strategy).__name__, transformer, {"": ratios})
+        profile = find("mag_cache", transformer.core, pipeline, self.config.profile)
+        if profile is None:
+            raise ConfigError(
+                f"No magnitude ratios ship for {transformer.class_name}. Measure them: run a generation under "
+                'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
+                'profile="ratios.json".'
+            )
+        return profile
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
+        if self.calibration is not None:
+            return AlwaysCompute()
+        if not grid.bounded:
+            grid = Grid(self.declared_steps)
+        profile, settings = self._profiles[transformer], self.config
+        return MagCachePolicy(
+            settings.mag_threshold,
+            settings.mag_max_skip_steps,
+            settings.mag_retention_ratio,
+            self._ratios(profile, branch, grid),
+            grid,
+            frozenset(_moved(profile.never_hold, profile.num_inference_steps, grid.count)),
+        )
+
+    def _ratios(self, profile: MagCacheProfile, branch: str, grid: Grid) -> tuple[float, ...]:
+        ratios = profile.ratios(branch)
+        if self.config.interpolation == "nearest":
+            return nearest_ratios(ratios, grid.count)
+        return rescaled_ratios(ratios, grid, profile.noise or None)
+
+    def block_passes(self, transformer: CachedTransformer) -> BlockPasses:
+        return self._passes[transformer]
+
+    def observe(self, computed: ComputedForward) -> None:
+        assert self.calibration is not None
+        self.calibration.add(computed)
+
+    def on_end(self) -> None:
+        if self.calibration is None:
+            return
+        self.calibration.finish()
+        profile = self.calibration.profile()
+        if profile is None:
+            return
+        for name, ratios in profile.branches:
+            logger.info("%s norm_ratios: %s", name, [round(r, 5) for r in ratios.ratios])
+            logger.info("%s norm_stds: %s", name, [round(r, 5) for r in ratios.stds])
+            logger.info("%s cos_dises: %s", name, [round(r, 5) for r in ratios.cosine_distances])
+        logger.info("Copy these values to DiffusionCacheConfig(mag_ratios=...), or save them with calibration_path=.")
+        if self.config.calibration_path is not None:
+            save(profile, self.config.calibration_path)
+
+
+def _as_profile(name: str, transformer: CachedTransformer, branches: dict[str, tuple[float, ...]]) -> MagCacheProfile:
+    lists = tuple((branch, MagCacheRatios(ratios)) for branch, ratios in branches.items())
+    steps = len(lists[0][1].ratios)
+    return MagCacheProfile(
+        name=name,
+        model=transformer.class_name,
+        transformer_class=transformer.class_name,
+        num_inference_steps=steps,
+        branches=lists,
+        source=(("given by", name),),
+    )
+
+
+def _moved(steps: Sequence[int], of: int, to: int) -> list[int]:
+    """Step indices of one grid on another, by their place."""
+    return [round(step * (to - 1) / max(of - 1, 1)) for step in steps]
+
+
+class MagCacheBackend(EngineBackend[MagCacheConfig]):
     """MagCache: hold while the residual's magnitude has changed little since the last computed step."""
 
     config_class = MagCacheConfig
@@ -24,8 +142,7 @@ class MagCacheBackend(SeamBackend):
         self._strategy = strategy
         self._calibrations: list[Calibration] = []
 
-    def method(self, settings: Config) -> MagCacheMethod:
-        assert isinstance(settings, MagCacheConfig)
+    def make_method(self, settings: MagCacheConfig) -> MagCacheMethod:
         method = MagCacheMethod(settings, self._strategy)
         if method.calibration is not None:
             self._calibrations.append(method.calibration)

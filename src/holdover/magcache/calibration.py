@@ -8,8 +8,8 @@ from datetime import date
 
 import torch
 
+from ..engine.state import ComputedForward
 from ..profiles import MagCacheProfile, MagCacheRatios
-from ..runtime.method import Computed
 
 
 @dataclass
@@ -29,10 +29,10 @@ class Calibration:
         self._count = 0
         self._noise: tuple[float, ...] = ()
 
-    def add(self, computed: Computed) -> None:
+    def add(self, computed: ComputedForward) -> None:
         """Compare a residual with the one of the step before."""
         branch = self._branches.setdefault(computed.branch, _Branch())
-        self._class_name = computed.unit.class_name
+        self._class_name = computed.transformer.class_name
         if computed.grid.bounded:
             self._count, self._noise = computed.grid.count, computed.grid.noise
         first = computed.step == computed.grid.first or not branch.previous

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.backend import BranchStateManager, MethodHook
 from ..policies.magcache import MagCacheState
-from ..runtime.hooks import BranchStates, Role
 from .backend import MagCacheBackend
 from .calibration import NEUTRAL, step_figures
 from .config import MagCacheConfig
@@ -18,7 +18,7 @@ from .strategy import MagCacheStrategy, Residual
 logger = logging.getLogger(__name__)
 
 
-class MagCacheHeadHook(Role[MagCacheState]):
+class MagCacheHeadHook(MethodHook[MagCacheState]):
     """The first block: decides whether the step is computed or held."""
 
     def log_cache_hit(self, state: MagCacheState, output: Any, ret: Any) -> None:
@@ -30,11 +30,11 @@ class MagCacheHeadHook(Role[MagCacheState]):
         logger.debug("computed at step %s", state.anchor)
 
 
-class MagCacheBlockHook(Role[MagCacheState]):
+class MagCacheBlockHook(MethodHook[MagCacheState]):
     """Every other block: runs or passes through; the tail stores the residual."""
 
     def __init__(
-        self, state_manager: BranchStates[MagCacheState], config: MagCacheConfig, is_tail: bool = False
+        self, state_manager: BranchStateManager[MagCacheState], config: MagCacheConfig, is_tail: bool = False
     ) -> None:
         super().__init__(state_manager, config)
         self.is_tail = is_tail

@@ -6,20 +6,19 @@ overrides how the residual is computed or applied is followed to the letter, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine.blocks import BlockPasses, ComputePass, HoldPass
+from ..engine.storage import HeldTensors, HeldTuple
 from ..errors import ConfigError
 from ..models.arguments import pick
 from ..models.cut import BlockCall, Cut
 from ..profiles import shipped
-from ..runtime.passes import ComputePass, HoldPass, Passes
-from ..runtime.residuals import Held, Residuals, weighted_sum
-from ..runtime.shortcut import Shortcut
 
 Residual = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -102,104 +101,83 @@ def strategy_of(transformer: nn.Module) -> MagCacheStrategy | None:
     return next((_strategies[c.__name__] for c in type(transformer).__mro__ if c.__name__ in _strategies), None)
 
 
-class StrategyResiduals(Held):
-    """The one residual a strategy computed."""
+class StrategyPasses(BlockPasses):
+    """The first block decides, blocks hold, the last block stores: with one strategy's residual."""
 
-    def __init__(self, value: Residual) -> None:
-        self.value = value
-
-    def mixed(self, terms: Sequence[tuple[float, StrategyResiduals]]) -> StrategyResiduals:
-        streams = zip(*(r.main for _, r in terms), strict=True)
-        sums = [weighted_sum(zip((w for w, _ in terms), stream, strict=True)) for stream in streams]
-        return StrategyResiduals((sums[0], sums[1]) if isinstance(self.value, tuple) else sums[0])
-
-    def mapped(self, change: Callable[[Any], Any]) -> StrategyResiduals:
-        changed = [change(tensor) for tensor in self.main]
-        return StrategyResiduals((changed[0], changed[1]) if isinstance(self.value, tuple) else changed[0])
-
-    @property
-    def main(self) -> tuple[torch.Tensor, ...]:
-        return self.value if isinstance(self.value, tuple) else (self.value,)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.main)
-
-
-class StrategyPasses(Passes):
-    """Head decides, blocks hold, tail stores: with one strategy's residual."""
-
-    leaves_out = False
+    skips_unread = False
 
     def __init__(self, strategy: MagCacheStrategy) -> None:
         self._strategy = strategy
 
-    def compute(self, cut: Cut, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
-        return _StrategyCompute(cut, begin, self._strategy)
+    def compute(self, cut: Cut, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
+        return _StrategyComputePass(cut, begin, self._strategy)
 
-    def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
-        assert isinstance(held, StrategyResiduals)
-        return _StrategyHold(cut, held, begin, self._strategy)
+    def hold(self, cut: Cut, begin: int, unread: Collection[int]) -> HoldPass:
+        return _StrategyHoldPass(cut, begin, self._strategy)
 
 
-class _StrategyCompute(ComputePass):
+class _StrategyComputePass(ComputePass):
     traceable = False
 
     def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
-        super().__init__(cut, lumped=True, begin=begin)
+        super().__init__(cut, merged=True, begin=begin)
         self._strategy = strategy
-        self._tail = max(i for i, call in enumerate(cut.calls) if cut.main_link(call) is not None)
+        self._last = max(i for i, call in enumerate(cut.calls) if cut.main_link(call) is not None)
         self._head_input: torch.Tensor | None = None
-        self._value: StrategyResiduals | None = None
+        self._held: HeldTuple | None = None
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        position, call = self._advance(blocks, index)
-        if position == self._begin:
-            link = self._cut.main_link(call)
+        site = self.next_site(blocks, index)
+        if site.number == self.begin:
+            link = self.cut.main_link(self.cut.calls[site.number])
             assert link is not None
             self._head_input = pick(args, kwargs, link.key)
         output = block(*args, **kwargs)
-        if position == self._tail:
+        if site.number == self._last:
             assert self._head_input is not None
             residual = self._strategy.compute_residual(output, self._head_input)
-            self._value = StrategyResiduals(residual)
+            self._held = HeldTuple(*(residual if isinstance(residual, tuple) else (residual,)))
             self._head_input = None
         return output
 
-    @property
-    def held(self) -> Held:
-        assert self._value is not None
-        return self._value
+    def held(self) -> HeldTensors:
+        assert self._held is not None
+        return self._held
 
 
-class _StrategyHold(HoldPass):
+class _StrategyHoldPass(HoldPass):
     traceable = False
 
-    def __init__(self, cut: Cut, held: StrategyResiduals, begin: int, strategy: MagCacheStrategy) -> None:
-        super().__init__(Residuals(cut, lumped=True), begin)
+    def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
+        super().__init__(cut, begin)
         self._strategy = strategy
-        self._value = held.value
+        self._residual: Residual | None = None
+
+    def load(self, held: HeldTensors) -> None:
+        assert isinstance(held, HeldTuple)
+        self._residual = held.main[0] if len(held.main) == 1 else (held.main[0], held.main[1])
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        position, call = self._advance(blocks, index)
+        site = self.next_site(blocks, index)
+        call = self.cut.calls[site.number]
         streams = {link.slot: pick(args, kwargs, link.key) for link in call.links}
-        if position != self._begin:
-            outputs = [streams.get(slot) for slot in range(max(call.width, 1))]
-            return tuple(outputs) if call.width else outputs[0]
-        hidden, encoder = self._slots(call, type(block))
-        if encoder is None:
-            held = {hidden: self._strategy.apply_residual(streams[hidden], self._value)}
-        else:
-            both = self._strategy.apply_residual_tuple(streams[hidden], streams[encoder], self._value)
-            held = dict(zip((hidden, encoder), both, strict=True))
-        outputs = [{**streams, **held}.get(slot) for slot in range(max(call.width, 1))]
+        if site.number == self.begin:
+            assert self._residual is not None
+            hidden, encoder = self._find_slots(call, type(block))
+            if encoder is None:
+                streams[hidden] = self._strategy.apply_residual(streams[hidden], self._residual)
+            else:
+                streams[hidden], streams[encoder] = self._strategy.apply_residual_tuple(
+                    streams[hidden], streams[encoder], self._residual
+                )
+        outputs = [streams.get(slot) for slot in range(max(call.width, 1))]
         return tuple(outputs) if call.width else outputs[0]
 
-    def _slots(self, call: BlockCall, block_class: type) -> tuple[int, int | None]:
-        """The slots of hidden and encoder states: the strategy's word, else the trace's."""
+    def _find_slots(self, call: BlockCall, block_class: type) -> tuple[int, int | None]:
+        """The slots of hidden and encoder states: as the strategy says, else as the trace found them."""
         metadata = self._strategy.register_block_metadata(block_class)
         if metadata is not None:
             return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index
-        main = self._cut.main_link(call)
+        main = self.cut.main_link(call)
         assert main is not None
         return main.slot, next((link.slot for link in call.links if link is not main), None)

@@ -106,3 +106,22 @@ def host_values(value: Any) -> Any:
 def shapes(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Shape, dtype and device of every tensor argument: held results fit only where these are the same."""
     return tuple([(t.shape, t.dtype, t.device) for value in arguments.values() for t in tensors_in(value)])
+
+
+def describe(arguments: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The structure of a call's arguments, and the shape, dtype and device of every tensor, in one walk."""
+    shapes: list[tuple[Any, ...]] = []
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shapes.append((value.shape, value.dtype, value.device))
+            return "tensor"
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple(map(walk, value))
+        if isinstance(value, dict):
+            return tuple(zip(value, map(walk, value.values()), strict=True))
+        return type(value).__name__
+
+    return walk(arguments), shapes

@@ -13,6 +13,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -59,7 +60,7 @@ class MagCachePolicy:
     grid: Grid
     never_hold: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def retained(self) -> int:
         """How many steps at the start are always computed."""
         return int(self.retention_ratio * self.grid.length + 0.5)
@@ -68,35 +69,31 @@ class MagCachePolicy:
         return MagCacheState()
 
     def decide(self, step: int, signal: float | None, state: MagCacheState) -> Decision:
-        decision = self._decision(step, state)
+        if step < self.grid.first + self.retained:
+            decision = RETAINED
+        elif step > self.grid.last:
+            decision = BEYOND
+        elif self.threshold <= 0:
+            decision = OFF
+        elif state.anchor is None:
+            decision = NOTHING_HELD
+        else:
+            # Accumulate over the steps since this branch last ran, also those it skipped (guidance intervals).
+            last = state.seen if state.seen is not None else step - 1
+            for passed in range(last + 1, step + 1):
+                state.accumulated_ratio *= self.ratios[passed]
+                state.accumulated_err += abs(1.0 - state.accumulated_ratio)
+                state.accumulated_steps += 1
+            state.seen = step
+            if step in self.never_hold:
+                decision = KEPT
+            elif state.accumulated_err > self.threshold:
+                decision = ERROR
+            else:
+                decision = HELD if state.accumulated_steps <= self.max_skip_steps else LONGEST
         if decision.compute:
             state.restart(step)
         return decision
-
-    def _decision(self, step: int, state: MagCacheState) -> Decision:
-        if step < self.grid.first + self.retained:
-            return RETAINED
-        if step > self.grid.last:
-            return BEYOND
-        if self.threshold <= 0:
-            return OFF
-        if state.anchor is None:
-            return NOTHING_HELD
-        self._accumulate(step, state)
-        if step in self.never_hold:
-            return KEPT
-        if state.accumulated_err > self.threshold:
-            return ERROR
-        return HELD if state.accumulated_steps <= self.max_skip_steps else LONGEST
-
-    def _accumulate(self, step: int, state: MagCacheState) -> None:
-        """Add the steps since this branch was last seen: also those on which it did not run (guidance intervals)."""
-        last = state.seen if state.seen is not None else step - 1
-        for passed in range(last + 1, step + 1):
-            state.accumulated_ratio *= self.ratios[passed]
-            state.accumulated_err += abs(1.0 - state.accumulated_ratio)
-            state.accumulated_steps += 1
-        state.seen = step
 
 
 def nearest_ratios(ratios: Sequence[float], count: int) -> tuple[float, ...]:

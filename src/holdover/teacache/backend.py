@@ -1,35 +1,160 @@
-"""TeaCache as a backend."""
+"""TeaCache as a backend: the policy of its paper, the model's signal, and the polynomial of a profile."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
 
-from ..config import Config
+from ..engine.backend import EngineBackend, find_transformers
+from ..engine.install import CachedTransformer
+from ..engine.method import Method
+from ..engine.storage import STORAGES
+from ..errors import ConfigError, HoldoverWarning, did_you_mean
+from ..grid import Grid
+from ..models.family import Signal
+from ..models.registry import INPUT
 from ..models.wrapping import class_of, unwrapped
-from ..runtime.backend import SeamBackend, transformers_of
+from ..policies.teacache import Polynomial, TeaCachePolicy
+from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import UNNAMED, TeaCacheConfig
-from .method import TeaCacheMethod
 
 
-class TeaCacheBackend(SeamBackend):
+@dataclass(frozen=True)
+class _Constants:
+    """What TeaCache knows of one transformer."""
+
+    signal: Signal
+    profile: TeaCacheProfile | None
+    coefficients: tuple[float, ...] | None
+
+    def polynomial(self, branch: str) -> Polynomial:
+        if self.coefficients is not None:
+            return polynomial_of(TeaCacheFit(self.coefficients))
+        assert self.profile is not None
+        return polynomial_of(self.profile.fit(branch))
+
+    @property
+    def retained(self) -> int:
+        return self.profile.retained if self.profile is not None else 1
+
+
+@cache
+def polynomial_of(fit: TeaCacheFit) -> Polynomial:
+    """A fit's polynomial on its own range, or on the part of it that can be trusted."""
+    if fit.low is not None and fit.high is not None:
+        return Polynomial(fit.coefficients, fit.low, fit.high)
+    return Polynomial.trusted(fit.coefficients)
+
+
+def resolve_signal(transformer: CachedTransformer, name: str | None) -> Signal:
+    """A model's signal by name, its default one, or what enters the first block."""
+    signal = transformer.family.signal(name)
+    if signal is not None:
+        return signal
+    if name in (None, INPUT.name):
+        return INPUT
+    known = [s.name for s in transformer.family.signals] + [INPUT.name]
+    hint = did_you_mean(name or "", known) or f" It has {', '.join(known)}."
+    raise ConfigError(f"{transformer.class_name} has no signal {name!r}.{hint}")
+
+
+class TeaCacheMethod(Method[TeaCacheConfig]):
+    """TeaCache with one set of settings."""
+
+    name = "tea_cache"
+
+    def __init__(self, config: TeaCacheConfig) -> None:
+        super().__init__(config)
+        self._constants: dict[CachedTransformer, _Constants] = {}
+        self.storage = STORAGES[config.hold_in]
+        self.reads_late = config.read == "late"
+
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        constants = self._constants[transformer] = self._resolve(transformer, pipeline)
+        branches = [""] if constants.profile is None else [branch for branch, _ in constants.profile.fits]
+        least = max(constants.polynomial(branch).minimum() for branch in branches)
+        if 0 < self.config.rel_l1_thresh <= least:
+            warnings.warn(
+                f"TeaCache can never hold a step of {transformer.class_name} at "
+                f"rel_l1_thresh={self.config.rel_l1_thresh:g}: its polynomial adds at least {least:.3g} at every "
+                "step. Use a threshold above that, or measure coefficients of your own with "
+                "holdover.teacache.estimate_coefficients.",
+                HoldoverWarning,
+                stacklevel=6,  # the caller of holdover.enable
+            )
+        source = "coefficients given" if constants.profile is None else f"profile {constants.profile.name}"
+        return (f"{transformer.name}: signal {constants.signal.name}, {source}",)
+
+    def _resolve(self, transformer: CachedTransformer, pipeline: Any) -> _Constants:
+        settings = self.config
+        if settings.signal is not None:
+            resolve_signal(transformer, settings.signal)  # an unknown name is an error of its own
+        if settings.coefficients is not None:
+            return _Constants(resolve_signal(transformer, settings.signal), None, settings.coefficients)
+        profile = self._profile(transformer, pipeline)
+        if profile is None:
+            measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
+            raise ConfigError(
+                f"No TeaCache coefficients{measured} ship for {transformer.class_name}. Measure them with "
+                "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]."
+            )
+        if settings.signal not in (None, profile.signal):
+            raise ConfigError(
+                f"Profile {profile.name!r} was measured with the signal {profile.signal!r}, not {settings.signal!r}."
+            )
+        signal = (
+            transformer.family.signal(profile.signal)
+            if self._is_foreign(transformer)
+            else resolve_signal(transformer, profile.signal)
+        )
+        return _Constants(signal or resolve_signal(transformer, None), profile, None)
+
+    def _profile(self, transformer: CachedTransformer, pipeline: Any) -> TeaCacheProfile | None:
+        """The profile asked for, that of the class named in the settings, or the one that fits the model."""
+        settings = self.config
+        if settings.profile is None and self._is_foreign(transformer):
+            of_class = (p for p in shipped("tea_cache") if p.transformer_class == settings.transformer_type)
+            return next((p for p in of_class if settings.signal in (None, p.signal)), None)
+        return find("tea_cache", transformer.core, pipeline, settings.profile, settings.signal)
+
+    def _is_foreign(self, transformer: CachedTransformer) -> bool:
+        """Whether the settings name another class than the transformer's own: its constants are borrowed."""
+        own = (cls.__name__ for cls in type(transformer.core).__mro__)
+        return self.config.transformer_type not in (UNNAMED, *own)
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
+        constants = self._constants[transformer]
+        return TeaCachePolicy(
+            self.config.rel_l1_thresh,
+            constants.polynomial(branch),
+            grid,
+            retained=constants.retained,
+            late=self.reads_late,
+        )
+
+    def signal(self, transformer: CachedTransformer) -> Signal:
+        return self._constants[transformer].signal
+
+
+class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
     """TeaCache: hold while the signal has changed little since the last computed step."""
 
     config_class = TeaCacheConfig
 
     def enable(self, pipeline: Any) -> None:
-        transformer = next(iter(transformers_of(pipeline).values()))
+        transformer = next(iter(find_transformers(pipeline).values()))
         self.settings = self.settings_for(transformer)
         super().enable(pipeline)
 
     def settings_for(self, transformer: nn.Module) -> TeaCacheConfig:
         """The settings with the transformer's own class filled in where none was named."""
-        assert isinstance(self.settings, TeaCacheConfig)
         if self.settings.transformer_type != UNNAMED:
             return self.settings
         return self.settings.replaced(transformer_type=class_of(unwrapped(transformer)).__name__)
 
-    def method(self, settings: Config) -> TeaCacheMethod:
-        assert isinstance(settings, TeaCacheConfig)
+    def make_method(self, settings: TeaCacheConfig) -> TeaCacheMethod:
         return TeaCacheMethod(settings)

@@ -11,32 +11,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..engine.backend import find_transformers
+from ..engine.engine import Engine
+from ..engine.install import CachedTransformer
+from ..engine.method import Method, NoneConfig
+from ..engine.signals import relative_change
+from ..engine.state import ComputedForward
 from ..errors import ConfigError
 from ..grid import Grid
 from ..models.arguments import tensors_in
 from ..models.family import Signal
 from ..policies.static import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
-from ..runtime.backend import transformers_of
-from ..runtime.engine import Engine
-from ..runtime.method import Computed, Method, NoneConfig
-from ..runtime.signals import relative_change
-from ..runtime.unit import Unit
-from .method import resolve_signal
+from .backend import resolve_signal
 
 _SAMPLES = 200
 
 
 @dataclass
 class _Pairs:
-    """Change of the signal and of the output between neighbouring steps of one branch."""
+    """Change of the signal and of the output between neighboring steps of one branch."""
 
     signal: list[float] = field(default_factory=list)
     output: list[float] = field(default_factory=list)
     previous: torch.Tensor | None = None
 
 
-class SignalMeasure(Method):
+class SignalMeasure(Method[NoneConfig]):
     """Computes every step and looks at signal and output."""
 
     name = "estimate"
@@ -47,40 +48,40 @@ class SignalMeasure(Method):
         self._name = signal
         self.pairs: dict[tuple[str, str], _Pairs] = {}
 
-    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
-        return (f"{unit.name}: signal {self.signal(unit).name}",)
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        return (f"{transformer.name}: signal {self.signal(transformer).name}",)
 
-    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> AlwaysCompute:
         return AlwaysCompute(needs_signal=True)
 
-    def signal(self, unit: Unit) -> Signal:
-        return resolve_signal(unit, self._name)
+    def signal(self, transformer: CachedTransformer) -> Signal:
+        return resolve_signal(transformer, self._name)
 
-    def observe(self, computed: Computed) -> None:
-        pairs = self.pairs.setdefault((computed.unit.name, computed.branch), _Pairs())
+    def observe(self, computed: ComputedForward) -> None:
+        pairs = self.pairs.setdefault((computed.transformer.name, computed.branch), _Pairs())
         output = next(tensors_in(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
         if computed.change is not None and pairs.previous is not None:
             pairs.signal.append(float(computed.change))
             pairs.output.append(float(relative_change(output.float(), pairs.previous)))
         pairs.previous = output.float()
 
-    def finished(self) -> None:
+    def on_end(self) -> None:
         for pairs in self.pairs.values():
             pairs.previous = None
 
-    def profile(self, unit: Unit, degree: int, generations: int) -> TeaCacheProfile:
+    def profile(self, transformer: CachedTransformer, degree: int, generations: int) -> TeaCacheProfile:
         """The polynomials of one transformer, over all branches and by branch."""
-        branches = {branch: pairs for (name, branch), pairs in self.pairs.items() if name == unit.name}
+        branches = {branch: pairs for (name, branch), pairs in self.pairs.items() if name == transformer.name}
         signals = [x for pairs in branches.values() for x in pairs.signal]
         outputs = [y for pairs in branches.values() for y in pairs.output]
         fits = {"": fit_polynomial(signals, outputs, degree)}
         if len(branches) > 1:
             fits |= {branch: fit_polynomial(pairs.signal, pairs.output, degree) for branch, pairs in branches.items()}
         return TeaCacheProfile(
-            name=f"estimated-{unit.class_name}",
-            model=unit.class_name,
-            transformer_class=unit.class_name,
-            signal=self.signal(unit).name,
+            name=f"estimated-{transformer.class_name}",
+            model=transformer.class_name,
+            transformer_class=transformer.class_name,
+            signal=self.signal(transformer).name,
             fits=tuple(fits.items()),
             source=(("measured", "holdover"), ("date", date.today().isoformat()), ("prompts", str(generations))),
         )
@@ -103,14 +104,14 @@ def estimate_coefficients(
     if not prompts:
         raise ConfigError("Estimating coefficients needs at least one prompt.")
     measure = SignalMeasure(signal)
-    engine = Engine(pipe, transformers_of(pipe), measure)
+    engine = Engine(pipe, find_transformers(pipe), measure)
     engine.install()
     try:
         for prompt in prompts:
             pipe(**{**call, **({"prompt": prompt} if isinstance(prompt, str) else prompt)})
     finally:
         engine.uninstall()
-    profile = measure.profile(engine.units[0], degree, len(prompts))
+    profile = measure.profile(engine.transformers[0], degree, len(prompts))
     if path is not None:
         save(profile, path)
     return profile

@@ -7,23 +7,22 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.backend import BranchStateManager, MethodHook
 from ..models.extractors import extractor_of
 from ..policies.teacache import Polynomial, TeaCacheState
 from ..profiles import TeaCacheFit, shipped
-from ..runtime.hooks import BranchStates, Role
-from .backend import TeaCacheBackend
+from .backend import TeaCacheBackend, polynomial_of
 from .config import TeaCacheConfig
-from .method import polynomial_of
 
 
-class TeaCacheHook(Role[TeaCacheState]):
-    """The role of TeaCache at a transformer: every forward of the module goes through it.
+class TeaCacheHook(MethodHook[TeaCacheState]):
+    """TeaCache as a hook: registered on a transformer, every forward of it goes through the cache.
 
-    `extractor_fn` is the registered extractor, or None where the cut is traced.
+    `extractor_fn` is the registered extractor, or None where the blocks are traced.
     """
 
     def __init__(self, config: TeaCacheConfig) -> None:
-        super().__init__(BranchStates(TeaCacheState), config)
+        super().__init__(BranchStateManager(TeaCacheState), config)
         self.rescale_func: Callable[[float], float] = _rescaling(config)
         self.extractor_fn: Callable[..., Any] | None = None
         self._backend = TeaCacheBackend(config)

@@ -310,7 +310,7 @@ def test_one_tensor_is_held_where_nobody_reads_the_text(name, embedder):
         for t in (1.0, 0.9, 0.8, 0.7):
             model(**with_timestep(tiny, inputs, t))
         assert cache.stats().peak_bytes == getattr(model, embedder)(inputs["hidden_states"]).nbytes
-        assert cache.engine.units[0].report.unread == ("transformer_blocks.encoder_hidden_states",)
+        assert cache.reports()["transformer"].unread == ("transformer_blocks.encoder_hidden_states",)
 
 
 def test_a_model_that_counts_its_loop_goes_the_whole_way():

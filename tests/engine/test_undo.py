@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from diffusers import FluxTransformer2DModel
 
 import holdover
 from snapshots import denoiser, differences, snapshot
+from tiny.models import MODELS
 from tiny.pipelines import PIPELINES, run
 
 NAMES = ["FluxPipeline[true_cfg]", "StableDiffusion3Pipeline", "WanPipeline[2.2]", "ZImagePipeline", "WanVACEPipeline"]
@@ -59,22 +61,62 @@ def test_a_hundred_times_on_and_off_leaves_nothing():
     tiny = PIPELINES["FluxPipeline"]
     pipe = tiny.build()
     plain = run(pipe, **tiny.call(steps=3))
-    before, others = denoiser(pipe), private_classes(FluxTransformer2DModel)
+    before, classes = denoiser(pipe), set(FluxTransformer2DModel.__subclasses__())
     for _ in range(100):
         holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.6).disable()
     gc.collect()
     assert differences(before, denoiser(pipe)) == []
-    (at_rest,) = private_classes(FluxTransformer2DModel) - others  # kept for what was compiled for it; nothing is in it
-    assert not any(name in vars(at_rest) for name in ("__call__", "cache_context", "_holdover_adopted"))
+    assert set(FluxTransformer2DModel.__subclasses__()) == classes
     assert torch.equal(run(pipe, **tiny.call(steps=3)), plain)
-    del pipe, before, at_rest
-    gc.collect()  # the transformer
-    gc.collect()  # its class, which is a cycle of its own
-    assert private_classes(FluxTransformer2DModel) <= others
+    alive = weakref.ref(pipe.transformer)
+    del pipe, before
+    gc.collect()
+    assert alive() is None
 
 
-def private_classes(base):
-    return {cls for cls in base.__subclasses__() if cls.__name__ == base.__name__}
+def test_objects_keep_their_classes_while_a_cache_is_on():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    kinds = [type(each) for each in (pipe.transformer, pipe.scheduler, pipe.transformer.transformer_blocks)]
+    seen = []
+
+    def look(pipe, step, timestep, kwargs):
+        seen.append([type(each) for each in (pipe.transformer, pipe.scheduler, pipe.transformer.transformer_blocks)])
+        return {}
+
+    with holdover.enable(pipe, "mag_cache", mag_ratios=[1.0] * 4, mag_threshold=1.0) as cache:
+        run(pipe, **{**tiny.call(steps=4), "callback_on_step_end": look})
+        assert cache.stats().held > 0
+        tiny_model = MODELS["FluxTransformer2DModel"]
+        other = type(pipe.transformer).from_config(tiny_model.build().config).eval()
+        with torch.no_grad():
+            other(**tiny_model.inputs())
+        assert cache.stats().computed + cache.stats().held == 4  # not through this cache
+    assert seen == [kinds] * 4
+
+
+def test_a_model_is_freed_with_its_pipeline_while_a_cache_is_on():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    holdover.enable(pipe, "mag_cache", mag_ratios=[1.0] * 4)
+    run(pipe, **tiny.call(steps=4))
+    alive = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_handle_to_a_disabled_cache_holds_no_model():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    cache = holdover.enable(pipe, "mag_cache", mag_ratios=[1.0] * 4)
+    run(pipe, **tiny.call(steps=4))
+    cache.disable()
+    alive = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert alive() is None
+    assert cache.stats().computed > 0
 
 
 def test_state_dict_keys_and_repr_are_the_same_while_enabled():

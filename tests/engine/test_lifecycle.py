@@ -13,7 +13,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 import holdover
-from holdover.runtime.residuals import Held
+from holdover.engine.state import BranchState
+from holdover.engine.storage import HeldTensors
 from tiny.pipelines import PIPELINES, run
 
 MAG = {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5, "mag_max_skip_steps": 2}
@@ -167,16 +168,14 @@ def test_multistep_scheduler_in_place_of_the_pipelines_own(flux):
 
 def test_memory_is_released_when_a_generation_ends(flux, monkeypatch):
     tiny, pipe = flux
-    alive: list[weakref.ref[Held]] = []
-    from holdover.runtime.generation import Track
-
-    store = Track.store
+    alive: list[weakref.ref[HeldTensors]] = []
+    store = BranchState.store
 
     def spy(self, step, held):
         alive.append(weakref.ref(held))
         store(self, step, held)
 
-    monkeypatch.setattr(Track, "store", spy)
+    monkeypatch.setattr(BranchState, "store", spy)
     with holdover.enable(pipe, "mag_cache", **MAG) as cache:
         run(pipe, **tiny.call(steps=12))
         gc.collect()

@@ -178,7 +178,7 @@ def test_dtype_and_device_of_what_is_held_are_the_models(flux):
             output = model(**with_timestep(tiny, inputs, 1 - i / 12))[0]
         assert output.dtype == torch.bfloat16
         assert cache.stats().last.trace("1") == "ChhChhChhChh"
-        assert cache.engine.units[0].report.ok
+        assert cache.reports()["transformer"].ok
 
 
 def test_single_block_models_hold():
@@ -188,4 +188,4 @@ def test_single_block_models_hold():
         with torch.no_grad(), holdover.enable(model, "mag_cache", **MAG) as cache:
             loop(tiny, model)
             assert cache.stats().last.trace("1") == "ChhChhChhChh"
-            assert cache.engine.units[0].report.max_error < 1e-5
+            assert cache.reports()["transformer"].max_error < 1e-5

@@ -1,0 +1,575 @@
+"""Runs a transformer block by block: computes residuals, or holds them.
+
+The model's own loop calls its blocks; proxies send these calls to a *pass*, which answers them in order along the
+traced stack. A `ComputePass` runs every block and stores what each segment adds, a `HoldPass` adds the stored residual
+where a segment starts and runs no block, a `DecidePass` reads a signal at the first block and continues as one of the
+two. `BlockRunner` traces a transformer, checks that a held step replays a computed one, and chooses the pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError, UntraceableError
+from ..models.arguments import Key, named, pick, tensors_in
+from ..models.cut import Cut, Link
+from ..models.trace import Trace
+from ..policies.base import Decision
+from .output import OutputRunner
+from .parallel import known_to_shards
+from .signals import onloaded
+from .state import OTHER_PATH, ForwardCall, Outcome
+from .storage import HeldTensors, Residuals
+from .verify import compare_replay, equal_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .install import CachedTransformer
+
+NO_GROUPS: frozenset[int] = frozenset()
+# What a model raises for an unexpected tensor; errors of a user's hooks are of other kinds and pass through.
+_MODEL_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
+
+
+class DivergedError(Exception):
+    """The forward does not follow the traced stack, so what is held does not belong to it."""
+
+
+# What the model's loop over its blocks gets in place of them
+
+
+class BlockProxy:
+    """A block whose calls go to a pass. Dynamo can trace it: it does not pretend to be a module."""
+
+    def __init__(self, pass_: BlockPass, blocks: str, index: int, block: nn.Module) -> None:
+        self._pass, self._blocks, self._index, self._block = pass_, blocks, index, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass.call(self._blocks, self._index, self._block, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_pass", "_blocks", "_index", "_block"):
+            raise AttributeError(name)
+        return getattr(self._block, name)
+
+
+class TypedBlockProxy(BlockProxy):
+    """A proxy that has its block's class, for loops that test it. Dynamo would take it for a module."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        self._pass.class_tested = True
+        return type(self._block)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pass.call(self._blocks, self._index, self._block, args, kwargs)
+
+
+class UnreadStream(torch.Tensor):
+    """Stands for a stream that nothing is expected to read after the blocks; an operation on it is an error."""
+
+    group: int
+
+    @staticmethod
+    def of_group(group: int) -> UnreadStream:
+        """A placeholder for the streams of one group of segments."""
+        made: UnreadStream = torch.Tensor._make_subclass(UnreadStream, torch.empty(0))
+        made.group = group
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = next(t for t in tensors_in([args, kwargs]) if isinstance(t, UnreadStream))
+        raise UnreadStreamError(read.group)
+
+
+class UnreadStreamError(DivergedError):
+    """Something reads a stream that was expected to be unread."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.group = group
+
+
+# Passes
+
+
+class BlockPass(ABC):
+    """Answers the block calls of one forward.
+
+    A `traceable` pass may be traced into the graph of a compiled transformer, and is used again for later forwards. Its
+    proxies are kept; those of other passes are not, for pass and proxies would keep each other, and what the pass saw,
+    alive until the garbage collector runs.
+    """
+
+    traceable = False
+    lists: frozenset[str] | None = None  # the block lists it covers; None for all
+
+    def __init__(self) -> None:
+        self.class_tested = False  # whether the loop tested its blocks' class
+        self.proxies: dict[tuple[str, bool], tuple[list[nn.Module], list[BlockProxy]]] = {}
+
+    @abstractmethod
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answer one block call."""
+
+    def make_proxies(self, name: str, modules: list[Any], traced: bool) -> list[BlockProxy]:
+        """One proxy per block of a list."""
+        kind = BlockProxy if traced else TypedBlockProxy
+        made = [kind(self, name, index, module) for index, module in enumerate(modules)]
+        if self.traceable:
+            self.proxies[name, traced] = (modules, made)
+        return made
+
+    def clone_stored(self) -> None:
+        """Copy what was stored during a compiled forward: a CUDA graph reuses its memory."""
+
+
+class TracePass(BlockPass):
+    """Runs every block and records how the streams are connected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.trace.run(blocks, index, block, args, kwargs)
+
+
+class _Site(NamedTuple):
+    """One block call of the stack, prepared: which segments start and end there.
+
+    A `live` call comes before everything that may be held. `edge` says that a segment starts or ends at the call, or
+    that it has side outputs. `keys` are the arguments that continue as the block's outputs.
+    """
+
+    number: int
+    blocks: str
+    index: int
+    width: int
+    starts: tuple[Link, ...]
+    ends: tuple[Link, ...]
+    sides: tuple[int, ...]
+    keys: tuple[Key | None, ...]
+    live: bool
+    edge: bool
+
+
+def _prepare_sites(cut: Cut, begin: int, unread: Collection[int]) -> tuple[_Site, ...]:
+    """Every call of the stack; segments start at call `begin` or later, those of unread groups not at all."""
+    started: set[int] = set()
+    sites = []
+    for number, call in enumerate(cut.calls):
+        keys: list[Key | None] = [None] * max(call.width, 1)
+        for link in call.links:
+            keys[link.slot] = link.key
+        live = number < begin
+        links = () if live else tuple(k for k in call.links if cut.chains[k.chain].group not in unread)
+        starts = tuple(link for link in links if link.chain not in started)
+        started.update(link.chain for link in starts)
+        ends = tuple(link for link in links if link.closes)
+        sides = () if live else call.sides
+        edge = bool(starts or ends or sides)
+        sites.append(_Site(number, call.blocks, call.index, call.width, starts, ends, sides, tuple(keys), live, edge))
+    return tuple(sites)
+
+
+class StackPass(BlockPass):
+    """Follows the traced stack call by call. Made once for a call structure, and reset after each forward."""
+
+    def __init__(self, cut: Cut, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__()
+        self.cut = cut
+        self.lists = frozenset(cut.lists)
+        self.position = 0
+        self.leaving: dict[int, torch.Tensor] | None = None  # streams that leave each group, when a replay is checked
+        self.begin = begin
+        self.sites = _prepare_sites(cut, begin, unread)
+
+    def reset(self) -> None:
+        """Forget the last forward."""
+        self.position, self.leaving = 0, None
+
+    @contextmanager
+    def use_once(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Record the streams that leave the segments of the forward inside; the pass keeps nothing afterwards."""
+        self.leaving = leaving = {}
+        try:
+            yield leaving
+        finally:
+            self.reset()
+            self.proxies.clear()
+
+    def next_site(self, blocks: str, index: int) -> _Site:
+        """The site of the call that is made; raises where the forward takes another path."""
+        if self.position < len(self.sites):
+            site = self.sites[self.position]
+            if site.index == index and site.blocks == blocks:
+                self.position += 1
+                return site
+        raise DivergedError
+
+    def finish(self) -> None:
+        """The forward has returned; raises unless it made every call."""
+        if self.position != len(self.sites):
+            raise DivergedError
+
+
+class ComputePass(StackPass):
+    """Runs every block and stores the residual of each segment that is read."""
+
+    traceable = True
+
+    def __init__(self, cut: Cut, merged: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__(cut, begin, unread)
+        self._merged = merged
+        self._entering: dict[int, torch.Tensor] = {}
+        self._added: list[tuple[int, torch.Tensor]] = []
+        self._sides: dict[tuple[int, int], torch.Tensor] = {}
+
+    def reset(self) -> None:
+        self.position, self.leaving = 0, None
+        self._entering, self._added, self._sides = {}, [], {}
+
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        site = self.next_site(blocks, index)
+        if not site.edge:
+            return block(*args, **kwargs)
+        for link in site.starts:
+            self._entering[link.chain] = pick(args, kwargs, link.key)
+        output = block(*args, **kwargs)
+        outputs = output if site.width else (output,)
+        for link in site.ends:
+            self._added.append((link.chain, outputs[link.slot] - self._entering.pop(link.chain)))
+            if self.leaving is not None:
+                self.leaving[self.cut.chains[link.chain].group] = outputs[link.slot]
+        for slot in site.sides:
+            self._sides[site.number, slot] = outputs[slot].clone()
+        return output
+
+    def clone_stored(self) -> None:
+        self._added = [(chain, added.clone()) for chain, added in self._added]
+        self._sides = {at: side.clone() for at, side in self._sides.items()}
+
+    def held(self) -> HeldTensors:
+        """What the blocks added, once the forward has returned."""
+        residuals = Residuals(self.cut, self._merged)
+        for chain, added in self._added:
+            residuals.add(chain, added)
+        residuals.sides.update(self._sides)
+        return residuals
+
+
+class HoldPass(StackPass):
+    """Runs no block from `begin` on: adds the residual where a segment starts, and passes the rest through."""
+
+    traceable = True
+
+    def __init__(self, cut: Cut, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__(cut, begin)
+        self._residuals: dict[int, torch.Tensor] = {}
+        self._sides: dict[tuple[int, int], torch.Tensor] = {}
+        self._unread = {
+            number: UnreadStream.of_group(segment.group)
+            for number, segment in enumerate(cut.chains)
+            if segment.group in unread
+        }
+
+    def load(self, held: HeldTensors) -> None:
+        """The residuals to add in the next forward."""
+        assert isinstance(held, Residuals)
+        self._residuals, self._sides = held.values, held.sides
+
+    def reset(self) -> None:
+        self.position, self.leaving = 0, None
+        self._residuals, self._sides = {}, {}
+
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        site = self.next_site(blocks, index)
+        if site.live:
+            return block(*args, **kwargs)
+        outputs = []
+        for key in site.keys:
+            outputs.append(None if key is None else args[key] if isinstance(key, int) else kwargs[key])
+        if site.edge:
+            for link in site.starts:
+                if link.chain in self._unread:
+                    outputs[link.slot] = self._unread[link.chain]
+                elif link.chain in self._residuals:
+                    outputs[link.slot] = outputs[link.slot] + self._residuals[link.chain]
+            if self.leaving is not None:
+                for link in site.ends:
+                    self.leaving[self.cut.chains[link.chain].group] = outputs[link.slot]
+            for slot in site.sides:
+                outputs[slot] = self._sides[site.number, slot].clone()
+        return tuple(outputs) if site.width else outputs[0]
+
+
+class DecidePass(StackPass):
+    """Runs the blocks before the stack's first, where `choose` reads a signal and returns the pass to continue with."""
+
+    def __init__(self, cut: Cut, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
+        super().__init__(cut)
+        self._choose = choose
+        self._chosen: StackPass | None = None
+
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._chosen is None:
+            if self.position < self.cut.head:
+                self.next_site(blocks, index)
+                return block(*args, **kwargs)
+            self._chosen = self._choose(block, named(type(block), args, kwargs))
+            self._chosen.position = self.position
+        return self._chosen.call(blocks, index, block, args, kwargs)
+
+    def finish(self) -> None:
+        if self._chosen is None:
+            raise DivergedError
+        self._chosen.finish()
+
+
+class BlockPasses:
+    """Makes the passes of a method. A method with a residual of its own overrides both."""
+
+    skips_unread = True  # whether streams that nothing reads may be left out
+
+    def compute(self, cut: Cut, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
+        return ComputePass(cut, merged, begin, unread)
+
+    def hold(self, cut: Cut, begin: int, unread: Collection[int]) -> HoldPass:
+        return HoldPass(cut, begin, unread)
+
+
+# The runner
+
+
+@dataclass
+class CallPath:
+    """The traced stack for one call structure, what its replay check has found, and the passes that are used again."""
+
+    cut: Cut
+    begin: int  # the first call that may be held
+    passes: BlockPasses
+    traceable: bool  # the loop only calls its blocks
+    verified: bool = False
+    merged: bool = False
+    unread: frozenset[int] = NO_GROUPS
+    compute_passes: dict[tuple[bool, frozenset[int]], ComputePass] = field(default_factory=dict)
+    hold_passes: dict[frozenset[int], HoldPass] = field(default_factory=dict)
+
+    def make_compute_pass(self, unread: frozenset[int]) -> ComputePass:
+        """A pass that computes."""
+        pass_ = self.passes.compute(self.cut, self.merged, self.begin, unread)
+        if pass_.traceable:
+            self.compute_passes[self.merged, unread] = pass_
+        return pass_
+
+    def make_hold_pass(self, unread: frozenset[int]) -> HoldPass:
+        """A pass that holds."""
+        pass_ = self.passes.hold(self.cut, self.begin, unread)
+        if pass_.traceable:
+            self.hold_passes[unread] = pass_
+        return pass_
+
+
+class _SignalReadError(Exception):
+    """Ends a forward at the stack's first block, once its signal is read."""
+
+
+class BlockRunner:
+    """Runs one transformer block by block; its stack is traced at the first forward of each call structure."""
+
+    def __init__(self, transformer: CachedTransformer) -> None:
+        self._transformer = transformer
+        self._whole: OutputRunner | None = None if transformer.lists else OutputRunner(transformer)
+
+    def run(self, call: ForwardCall) -> Outcome:
+        """Run one forward; where no stack can be traced, the transformer's output is held instead."""
+        if self._whole is not None:
+            return self._whole.run(call)
+        structure, groups = (call.structure, call.signal is not None, call.passes), self._transformer.groups
+        path = self._transformer.paths.get(structure)
+        try:
+            if path is None or groups.shards is not None:
+                known = known_to_shards(groups, path is not None)  # every rank that shares the weights traces, or none
+                path = path if known and path is not None else self._trace(call, structure)
+            try:
+                return self._follow(call, path)
+            except DivergedError:
+                pass
+            try:
+                return self._compute(call, self._trace(call, structure))
+            except DivergedError:
+                raise UnsupportedModelError(
+                    f"{self._transformer.class_name} calls other blocks each time it gets the same input, or keeps "
+                    "what its modules return from one forward to the next: its steps cannot be held."
+                ) from None
+        except UntraceableError:
+            self._whole = OutputRunner(self._transformer)
+            return self._whole.run(call)
+
+    def _follow(self, call: ForwardCall, path: CallPath) -> Outcome:
+        """Decide, then compute or hold along the traced stack."""
+        transformer = self._transformer
+        unread = NO_GROUPS if transformer.compiled else path.unread
+        decisions: list[tuple[Decision, StackPass]] = []
+
+        def choose(signal: torch.Tensor | None) -> StackPass:
+            decision = call.decide(signal)
+            pass_: StackPass
+            if decision.compute:
+                pass_ = path.compute_passes.get((path.merged, unread)) or path.make_compute_pass(unread)
+            else:
+                pass_ = hold = path.hold_passes.get(unread) or path.make_hold_pass(unread)
+                hold.load(call.predict())
+            pass_.leaving = None if path.verified or transformer.compiled else {}
+            decisions.append((decision, pass_))
+            return pass_
+
+        try:
+            first = choose(None) if call.signal is None else self._read_signal(call, path.cut, choose)
+            plain = call.plain if path.traceable else self._traced_call(call)
+            output = transformer.run(first, plain, call.args, call.kwargs)
+            first.finish()
+            decision, pass_ = decisions[-1]
+            held = self._keep(call, path, output, pass_) if isinstance(pass_, ComputePass) else None
+            return Outcome(output, decision, held)
+        finally:
+            for _, pass_ in decisions:
+                pass_.reset()
+
+    def _read_signal(
+        self, call: ForwardCall, cut: Cut, choose: Callable[[torch.Tensor | None], StackPass]
+    ) -> StackPass:
+        """A pass that reads the signal at the stack's first block and continues as the policy decides.
+
+        A compiled forward cannot wait for a decision in its middle: it is run uncompiled up to that block first.
+        """
+        assert call.signal is not None
+        read, decided = call.signal, choose(None) if call.reads_late else None
+
+        def choose_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
+            with onloaded(block):
+                signal = read(block, arguments)
+            if decided is None:
+                return choose(signal)
+            call.observe_signal(signal)
+            return decided
+
+        if not self._transformer.compiled:
+            return DecidePass(cut, choose_at_first_block)
+        chosen: list[StackPass] = []
+
+        def stop_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
+            chosen.append(choose_at_first_block(block, arguments))
+            raise _SignalReadError
+
+        try:
+            self._transformer.run(
+                DecidePass(cut, stop_at_first_block), self._transformer.call_eager, call.args, call.kwargs
+            )
+        except _SignalReadError:
+            return chosen[0]
+        raise DivergedError
+
+    def _trace(self, call: ForwardCall, structure: Any) -> CallPath:
+        """Trace one forward; its result is dropped, so that the next one runs as every later one."""
+        pass_ = TracePass()
+        self._transformer.run(pass_, self._traced_call(call), call.args, call.kwargs)
+        cut = pass_.trace.cut(self._transformer.family.head)
+        begin = cut.head if call.signal is not None else 0
+        path = self._transformer.paths[structure] = CallPath(cut, begin, call.passes, not pass_.class_tested)
+        return path
+
+    def _traced_call(self, call: ForwardCall) -> Callable[..., Any]:
+        """A call in which every block call reaches the proxies: not a compiled one, which need not make them."""
+        return self._transformer.call_eager if self._transformer.compiled else call.plain
+
+    def _compute(self, call: ForwardCall, path: CallPath) -> Outcome:
+        """Compute a forward that has left its path, along a new trace."""
+        pass_ = path.make_compute_pass(NO_GROUPS)
+        pass_.leaving = None if self._transformer.compiled else {}
+        try:
+            plain = call.plain if path.traceable else self._traced_call(call)
+            output = self._transformer.run(pass_, plain, call.args, call.kwargs)
+            pass_.finish()
+            return Outcome(output, OTHER_PATH, self._keep(call, path, output, pass_))
+        finally:
+            pass_.reset()
+
+    def _keep(self, call: ForwardCall, path: CallPath, output: Any, pass_: ComputePass) -> HeldTensors:
+        """What a computed forward leaves to be held; on a new path, in the form in which it replays."""
+        held = pass_.held()
+        if path.verified:
+            return held
+        if not self._transformer.compiled:
+            return self._verify(call, path, (output, pass_.leaving), held)
+        eager = path.passes.compute(path.cut, False, path.begin, NO_GROUPS)
+        with eager.use_once() as leaving:
+            output = self._transformer.run(eager, self._transformer.call_eager, call.args, call.kwargs)
+            self._verify(call, path, (output, leaving), eager.held())
+        return held.merge() if path.merged and isinstance(held, Residuals) else held
+
+    def _verify(self, call: ForwardCall, path: CallPath, computed: Any, held: HeldTensors) -> HeldTensors:
+        """Hold the step that was just computed: it must give the same. Merged residuals first, they are fewer."""
+        transformer = self._transformer
+        candidates = [held]
+        if isinstance(held, Residuals) and path.cut.groups < len(path.cut.chains):
+            candidates.insert(0, held.merge())
+        for candidate in candidates:
+            pass_ = path.passes.hold(path.cut, path.begin, NO_GROUPS)
+            pass_.load(candidate)
+            with pass_.use_once() as leaving:
+                output = transformer.run(pass_, self._traced_call(call), call.args, call.kwargs)
+                pass_.finish()
+            merged = candidate is not held
+            report = compare_replay(
+                transformer.class_name, transformer.groups, computed, (output, leaving), path.cut, merged
+            )
+            if report.ok:
+                path.verified, path.merged = True, merged
+                path.unread = self._find_unread(call, path, candidate, output)
+                names = path.cut.group_names
+                transformer.report = replace(report, unread=tuple(names[group] for group in sorted(path.unread)))
+                return candidate.without(path.unread) if isinstance(candidate, Residuals) else candidate
+        raise UnsupportedModelError(
+            f"{report}\nA held step would differ from a computed one, so nothing is held on this model. "
+            "Register an extractor for it with holdover.register_extractor.",
+            report,
+        )
+
+    def _find_unread(self, call: ForwardCall, path: CallPath, held: HeldTensors, output: Any) -> frozenset[int]:
+        """The groups of segments whose streams nothing reads after the blocks, so that they need not be held.
+
+        Held once more with a placeholder for each: one that is read stays, and the output must not change by a bit.
+        """
+        transformer = self._transformer
+        if not path.passes.skips_unread or transformer.compiled or transformer.groups.synchronized:
+            return NO_GROUPS
+        unread = frozenset(chain.group for chain in path.cut.chains) - path.cut.main_groups
+        while unread:
+            pass_ = path.passes.hold(path.cut, path.begin, unread)
+            pass_.load(held)
+            try:
+                with pass_.use_once():
+                    found = transformer.run(pass_, call.plain, call.args, call.kwargs)
+                    pass_.finish()
+            except UnreadStreamError as error:
+                unread -= {error.group}
+                continue
+            except (DivergedError, *_MODEL_ERRORS):
+                return NO_GROUPS
+            returned = next((t.group for t in tensors_in([found]) if isinstance(t, UnreadStream)), None)
+            if returned is None:
+                return unread if equal_outputs(found, output) else NO_GROUPS
+            unread -= {returned}
+        return NO_GROUPS

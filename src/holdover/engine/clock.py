@@ -1,0 +1,200 @@
+"""Which step of which generation is this? Read from the scheduler, the cache context or the timestep; never counted.
+
+`SchedulerClock` watches a pipeline's scheduler: `set_timesteps` starts a generation, the scheduler's own index is the
+step. `TimestepClock` serves a bare transformer: the timestep moves in one direction within a generation and jumps back
+at the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..grid import Grid
+from .install import ContextHint, Overrides
+
+_ROUNDING = 0.01  # a timestep cast to bfloat16 is off by up to 0.4 %
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStep:
+    """One call of the scheduler's `step`: the latent and the model output it was given, and what it returned."""
+
+    step: int
+    sample: Any
+    output: Any
+    result: Any
+
+
+class SchedulerClock:
+    """Reads the step from a pipeline's scheduler, whichever scheduler the pipeline has at the moment."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        overrides: Overrides,
+        on_start: Callable[[], None],
+        on_step: Callable[[SchedulerStep], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._overrides = overrides
+        self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
+        self._scheduler: Any = None
+        self._next: int | None = None
+        self._grid: Grid | None = None
+        self.running = False
+
+    def watch(self) -> None:
+        """Override the scheduler's methods; a scheduler that was replaced is watched from its first forward on."""
+        scheduler = getattr(self._pipeline, "scheduler", None)
+        if scheduler is self._scheduler:
+            return
+        if self._scheduler is not None:
+            self._overrides.restore(self._scheduler)
+        replaced, self._scheduler = self._scheduler is not None, scheduler
+        if hasattr(scheduler, "set_timesteps"):
+            self._override(scheduler)
+            if replaced:
+                self._start()
+
+    def _override(self, scheduler: Any) -> None:
+        plain_set_timesteps: Any = scheduler.set_timesteps
+
+        @functools.wraps(plain_set_timesteps)
+        def set_timesteps(*args: Any, **kwargs: Any) -> Any:
+            result = plain_set_timesteps(*args, **kwargs)
+            if scheduler is self._scheduler:
+                self._start()
+            return result
+
+        methods: dict[str, Callable[..., Any]] = {"set_timesteps": set_timesteps}
+        if hasattr(scheduler, "step"):
+            plain_step: Any = scheduler.step
+            names = list(inspect.signature(plain_step).parameters)
+
+            @functools.wraps(plain_step)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                result = plain_step(*args, **kwargs)
+                if scheduler is self._scheduler and self.running:
+                    self._advance(dict(zip(names, args, strict=False)) | kwargs, result)
+                return result
+
+            methods["step"] = step
+        self._overrides.add(scheduler, methods)
+
+    def _start(self) -> None:
+        self._next = self._grid = None
+        self.running = True
+        self._on_start()
+
+    def _advance(self, arguments: dict[str, Any], result: Any) -> None:
+        """The scheduler has made a step: its own index, or the timestep it was given, tells the next one."""
+        index: int | None = getattr(self._scheduler, "step_index", None)
+        self._next = index if index is not None else self._find_timestep(arguments["timestep"]) + 1
+        self._on_step(SchedulerStep(self._next - 1, arguments.get("sample"), arguments.get("model_output"), result))
+        if self._next >= len(self._scheduler.timesteps):
+            self.running = False
+            self._on_end()
+
+    def stop(self) -> None:
+        """The forwards to come do not belong to the generation that ran."""
+        self.running = False
+
+    @property
+    def grid(self) -> Grid:
+        """The scheduler's timesteps as noise levels; read once a generation, before its first step."""
+        if self._grid is None:
+            timesteps = [float(t) for t in self._scheduler.timesteps.tolist()]
+            self._grid = Grid(len(timesteps), tuple(t / self._train_timesteps for t in timesteps))
+        return self._grid
+
+    @property
+    def _train_timesteps(self) -> float:
+        return float(getattr(getattr(self._scheduler, "config", None), "num_train_timesteps", None) or 1000)
+
+    def step(self, hint: ContextHint, timestep: Any, runs_up: bool) -> int:
+        """The step of the forward that is about to run."""
+        if hint.step_index is not None:
+            return hint.step_index
+        if self._next is not None:  # the index is read again, for a pipeline may go back a step
+            index: int | None = getattr(self._scheduler, "step_index", None)
+            return index if index is not None else self._next
+        begin = getattr(self._scheduler, "begin_index", None)
+        return int(begin) if begin is not None else self._find_first_step(timestep, runs_up)
+
+    def _find_first_step(self, timestep: Any, runs_up: bool) -> int:
+        """The step with this timestep's noise level: some image-to-image pipelines start late without saying so."""
+        value = noisiest(timestep, runs_up)
+        if value is None:
+            return 0
+        levels = [1.0 - value * s if runs_up else value * s for s in (1.0, 1.0 / self._train_timesteps)]
+        misses = [(abs(level - n) / n, i) for level in levels for i, n in enumerate(self.grid.noise) if n > 0]
+        miss, index = min(misses, default=(1.0, 0))
+        return index if miss < _ROUNDING else 0
+
+    def _find_timestep(self, timestep: Any) -> int:
+        """The index of a timestep; a view into the scheduler's own tensor tells it without a read."""
+        timesteps = self._scheduler.timesteps
+        if isinstance(timestep, torch.Tensor) and timestep.numel() == 1:
+            if timestep.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr():
+                return int(timestep.storage_offset() - timesteps.storage_offset())
+        level = float(timestep) / self._train_timesteps
+        return min(range(self.grid.count), key=lambda i: abs(self.grid.noise[i] - level))
+
+
+class TimestepClock:
+    """Reads the step from the timesteps themselves, for a transformer without a pipeline."""
+
+    def __init__(self, on_start: Callable[[], None], runs_up: bool = False) -> None:
+        self._on_start = on_start
+        self._direction = 1.0 if runs_up else 0.0  # 0: not known yet
+        self._values: list[float | None] = []
+        self._last_hint: int | None = None
+
+    def restart(self) -> None:
+        """The next forward starts a generation."""
+        self._values = []
+        self._last_hint = None
+        self._on_start()
+
+    def step(self, hint: ContextHint, timestep: Any) -> int:
+        """The step of the forward that is about to run; starts a generation where the timestep jumps back."""
+        if hint.step_index is not None:
+            if self._last_hint is None or hint.step_index < self._last_hint:
+                self.restart()
+            self._last_hint = hint.step_index
+            return hint.step_index
+        value: float | None = None
+        if isinstance(timestep, torch.Tensor) and timestep.numel():
+            value = float(timestep.double().mean())  # moves with the step also where some tokens are always clean
+        elif isinstance(timestep, (int, float)):
+            value = float(timestep)
+        if not self._values:
+            self.restart()
+        elif value != self._values[-1]:
+            before = self._values[-1]
+            if value is None or before is None:  # a forward without a timestep is not a step of the loop next to it
+                self.restart()
+            else:
+                if self._direction == 0:
+                    self._direction = 1.0 if value > before else -1.0
+                if (value - before) * self._direction < 0:
+                    self.restart()
+        if not self._values or value != self._values[-1]:
+            self._values.append(value)
+        return len(self._values) - 1
+
+
+def noisiest(timestep: Any, runs_up: bool = False) -> float | None:
+    """A timestep argument as one number: the noisiest where each token has its own; None where there is none."""
+    if isinstance(timestep, torch.Tensor):
+        if not timestep.numel():
+            return None
+        return float(timestep.min() if runs_up else timestep.max())
+    return float(timestep) if isinstance(timestep, (int, float)) else None

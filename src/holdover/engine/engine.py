@@ -1,0 +1,262 @@
+"""Runs one cache: every forward of an enabled transformer comes to `Engine.forward`.
+
+It finds the step and the branch of the forward, asks the method's policy whether to compute or hold, lets a runner do
+it, and records what happened. State is made when a generation starts and dropped when it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import EnableError, HoldoverWarning
+from ..grid import Grid
+from ..models.arguments import describe, host_values
+from ..models.registry import INPUT
+from ..models.wrapping import in_shard_wrappers
+from ..policies.base import NOTHING_HELD, Decision
+from ..policies.static import ASKED
+from ..stats import Ledger, Stats, StepRecord
+from .branches import Branches
+from .clock import SchedulerClock, SchedulerStep, TimestepClock
+from .install import CachedTransformer, Overrides
+from .method import Method, Runner
+from .parallel import Ranks, find_groups
+from .state import BranchState, ForwardCall, Generation, elapsed_seconds, mark_time
+
+
+class Engine:
+    """One enabled cache on one pipeline or transformer. `owner` is the backend the user holds."""
+
+    def __init__(self, pipeline: Any, modules: Mapping[str, nn.Module], method: Method[Any], owner: Any = None) -> None:
+        self.pipeline = pipeline
+        self.owner = owner
+        self.transformers = [CachedTransformer(name, module) for name, module in modules.items()]
+        self._methods = [method]
+        self._notes = self._prepare(method)
+        self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
+        self._overrides = Overrides()
+        self._clock = SchedulerClock(pipeline, self._overrides, self._start, self._on_scheduler_step, self._finish)
+        self._timestep_clock = TimestepClock(self._start, any(t.family.time_runs_up for t in self.transformers))
+        self._ledger = Ledger(method.name)
+        self._ranks: Ranks | None = None
+        self._declared_steps: int | None = None
+        self._uncached_forwards = 0
+        self._generation = Generation(method)
+        self.branch_state: BranchState | None = None  # of the branch that runs or ran last
+
+    @property
+    def method(self) -> Method[Any]:
+        """The method of the generations that start now."""
+        return self._methods[-1]
+
+    def install(self) -> None:
+        """Put the cache on every instance, or on none."""
+        try:
+            for transformer in self.transformers:
+                transformer.install(self._overrides, self)
+            self._clock.watch()
+        except BaseException:
+            self._overrides.restore()
+            raise
+
+    def uninstall(self) -> None:
+        """Take the cache off: every object is what it was."""
+        self._overrides.restore()
+        self._finish()
+
+    def refresh(self, num_inference_steps: int | None) -> None:
+        """The next forward starts a generation of that many steps, unless a scheduler says otherwise."""
+        self._declared_steps = num_inference_steps
+        self._interrupt()
+
+    @contextmanager
+    def use(self, method: Method[Any]) -> Iterator[None]:
+        """Use another method for the generations that start inside."""
+        self._prepare(method)
+        self._methods.append(method)
+        self._interrupt()
+        try:
+            yield
+        finally:
+            self._methods.pop()
+            self._interrupt()
+
+    def set_ranks(self, ranks: Ranks) -> None:
+        """The groups of ranks that the next generation runs over."""
+        for transformer in self.transformers:
+            find_groups(transformer.module, ranks)  # raises where they contradict the transformer
+        self._ranks = ranks
+        self._interrupt()
+
+    def stats(self) -> Stats:
+        """The statistics so far."""
+        notes = (*self._notes, *(note for t in self.transformers for note in sorted(t.notes)))
+        if self._uncached_forwards:
+            notes += (f"{self._uncached_forwards} forwards ran with autograd on or in training mode: nothing was held",)
+        return self._ledger.snapshot(notes)
+
+    def _prepare(self, method: Method[Any]) -> tuple[str, ...]:
+        """The method's notes about each transformer; raises where its signal could not be read."""
+        notes: list[str] = []
+        for transformer in self.transformers:
+            notes += method.prepare(transformer, self.pipeline)
+            if method.signal(transformer) not in (None, INPUT) and in_shard_wrappers(transformer.module):
+                raise EnableError(
+                    f"The weights of this {transformer.class_name} are in FullyShardedDataParallel's wrappers, outside "
+                    "of which the signal of its blocks cannot be read. Shard it with fully_shard, use another method, "
+                    'or measure coefficients for signal="input".'
+                )
+        return tuple(notes)
+
+    # One forward
+
+    def forward(
+        self, transformer: CachedTransformer, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one forward of a transformer, computed or held."""
+        if transformer.running is not None:
+            return plain(*args, **kwargs)  # a forward inside a forward
+        if torch.is_grad_enabled() or transformer.core.training:
+            return self._run_uncached(plain, args, kwargs)
+        try:
+            arguments = transformer.inputs.of_call(args, kwargs) if args else kwargs
+            structure, shapes = describe(arguments)
+            step, branch = self._locate(transformer, arguments)
+            generation = self._generation
+            method = generation.method
+            begin = mark_time(shapes[0][2] if shapes else None)
+            reason = transformer.family.must_compute(arguments) if method.holds else ASKED.reason
+            if reason is not None:
+                output, decision = plain(*args, **kwargs), Decision(True, reason)
+            else:
+                state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
+                self.branch_state = state
+                changed = state.signature is not None and state.signature != (structure, shapes)
+                if changed:
+                    state.forget()
+                state.signature = (structure, shapes)
+                runner = self._runners.get((transformer, type(method))) or self._add_runner(transformer, method)
+                call = ForwardCall(
+                    generation, transformer, branch, step, state, plain, args, kwargs, structure,
+                    transformer.inputs.timestep(arguments), changed, method.block_passes(transformer),
+                )  # fmt: skip
+                if state.policy.needs_signal and (signal := method.signal(transformer)) is not None:
+                    call.prepare_signal(signal)
+                outcome = runner.run(call)
+                call.record(outcome)
+                output, decision = outcome.output, outcome.decision
+            seconds = functools.partial(elapsed_seconds, begin, mark_time(shapes[0][2] if shapes else None))
+            record = StepRecord(transformer.name, branch, step, decision.compute, decision.reason, seconds)
+            generation.stats.visits.append(record)
+            if step >= generation.grids[transformer].count - 1:
+                generation.stats.finished = True
+            return output
+        except BaseException:
+            self._interrupt()  # nothing may build on a forward that failed half-way
+            raise
+
+    def _run_uncached(self, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._uncached_forwards:
+            warnings.warn(
+                "Autograd is on or the transformer is in training mode, so every step is computed: run it under "
+                "torch.no_grad() and in eval mode to hold steps.",
+                HoldoverWarning,
+                stacklevel=4,
+            )
+        self._uncached_forwards += 1
+        self._generation.drop()
+        return plain(*args, **kwargs)
+
+    def _locate(self, transformer: CachedTransformer, arguments: Mapping[str, Any]) -> tuple[int, str]:
+        """The step and branch of a forward; starts a generation where the step shows that one has started."""
+        if self.pipeline is not None:
+            self._clock.watch()
+        hint, inputs = transformer.hint, transformer.inputs
+        timestep = inputs.timestep(arguments)
+        label, host, conditioning = hint.name, None, ()
+        if label is None:
+            conditioning, host = inputs.conditioning(arguments), host_values(arguments)
+        if self._clock.running:
+            step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
+            if step < self._generation.step:
+                self._start()  # the scheduler was set back by hand
+        else:
+            step = self._timestep_clock.step(hint, timestep)
+            branches = self._generation.branches.get(transformer)
+            if branches is not None:
+                label = hint.name or branches.find(step, conditioning, host)
+                if branches.last_step.get(label) == step:  # this branch again at this step: a new generation
+                    self._timestep_clock.restart()
+                    step = self._timestep_clock.step(hint, timestep)
+        generation = self._generation
+        generation.step = step
+        if transformer not in generation.grids:
+            generation.add_transformer(transformer, self._steps_from(transformer, step), self.pipeline)
+        branches = generation.branches.get(transformer)
+        if branches is None:
+            branches = generation.branches[transformer] = Branches(transformer.groups.cfg_rank)
+        return step, branches.enter(hint.name or branches.find(step, conditioning, host), step)
+
+    def _steps_from(self, transformer: CachedTransformer, step: int) -> Grid:
+        """The steps that run, of which this is the first: the scheduler's, or as many as were declared."""
+        if self._clock.running:
+            return self._clock.grid.between(step, self._clock.grid.last)
+        declared = self._declared_steps or self._generation.method.declared_steps
+        count = transformer.hint.num_inference_steps or declared
+        return Grid(count) if count else Grid.unbounded()
+
+    def _add_runner(self, transformer: CachedTransformer, method: Method[Any]) -> Runner:
+        runner = self._runners[transformer, type(method)] = method.make_runner(transformer)
+        return runner
+
+    # One generation
+
+    def _start(self) -> None:
+        self._finish()
+        for transformer in self.transformers:
+            groups = find_groups(transformer.module, self._ranks)
+            if groups != transformer.groups:
+                transformer.groups = groups
+                transformer.paths.clear()
+        self._generation = Generation(self.method)
+        self._generation.method.on_start()
+        self._ledger.open(self._generation.stats)
+
+    def _on_scheduler_step(self, step: SchedulerStep) -> None:
+        if self._generation.method.follows:
+            self._generation.method.on_scheduler_step(step)
+
+    def _finish(self) -> None:
+        """The generation is over, complete or not: release everything."""
+        generation, self.branch_state = self._generation, None
+        generation.drop()
+        if generation.open and generation.stats.visits:
+            generation.method.on_end()
+            _warn_if_inactive(generation)
+        generation.open = False
+
+    def _interrupt(self) -> None:
+        """The next forward belongs to another generation."""
+        self._clock.stop()
+        self._timestep_clock.restart()
+
+
+def _warn_if_inactive(generation: Generation) -> None:
+    visits = generation.stats.visits
+    first_steps = {v.transformer: v.step for v in reversed(visits)}
+    later = [v for v in visits if v.step > first_steps[v.transformer]]
+    if len(later) > 1 and all(v.reason == NOTHING_HELD.reason for v in later):
+        warnings.warn(
+            "Nothing could be held: no forward of this generation belonged to the same branch as an earlier one, "
+            "because its conditioning changes at every step. Name the branches with "
+            "`with transformer.cache_context(name):`.",
+            HoldoverWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,273 @@
+"""Puts a cache on a transformer, its block lists and a scheduler, and takes it off without a trace.
+
+Only instances are touched, and each keeps its class: `type(pipe.transformer)` and `type(pipe.scheduler)` are the plain
+classes while a cache is on. There are three ways in, one for each kind of object:
+
+- A scheduler gets two methods overridden on the instance.
+- A transformer is entered through `_compiled_call_impl`, the slot in which `nn.Module` keeps what to call in place of
+  its own forward. It lies outside every forward hook, so a held step does not onload offloaded weights, and outside the
+  compiled graph. `nn.Module` leaves the slot out of copies and pickles.
+- A block list is a ModuleList that the model iterates, and `__iter__` is looked up on the class. The list therefore has
+  a private subclass of its class for the duration of one forward, and no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from ..errors import EnableError
+from ..models.arguments import ForwardArguments
+from ..models.extractors import extractor_of
+from ..models.lists import block_lists
+from ..models.registry import family_of
+from ..models.wrapping import class_of, unwrapped
+from .parallel import SequenceSplits, find_groups
+from .storage import RecentDict, map_output
+
+if TYPE_CHECKING:
+    from .blocks import BlockPass
+    from .engine import Engine
+    from .verify import ReplayReport
+
+_MISSING: Any = object()
+_NO_SPLITS = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextHint:
+    """What diffusers' `cache_context` says about the forwards inside it."""
+
+    name: str | None = None
+    step_index: int | None = None
+    num_inference_steps: int | None = None
+
+
+NO_HINT = ContextHint()
+
+
+class InstanceMethod:
+    """A method overridden on one instance. A copy or a pickle of the instance gets its own plain method instead."""
+
+    def __init__(self, instance: Any, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._instance, self._name, self._function = instance, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._instance, self._name, None)
+
+
+class Overrides:
+    """Attributes set on instances, restored together: all or nothing."""
+
+    def __init__(self) -> None:
+        self._set: list[tuple[Any, str, Any, Any]] = []  # instance, name, previous value, ours
+
+    def add(self, instance: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Override methods of one instance."""
+        for name, method in methods.items():
+            self.set(instance, name, InstanceMethod(instance, name, method))
+
+    def set(self, instance: Any, name: str, value: Any) -> None:
+        """Set one attribute of an instance; what it had is kept."""
+        previous = vars(instance).get(name, _MISSING)
+        if isinstance(previous, InstanceMethod) or hasattr(previous, "holdover_engine"):
+            raise EnableError(
+                f"There already is a holdover cache here (on a {type(instance).__name__}): disable() it first."
+            )
+        self._set.append((instance, name, previous, value))
+        vars(instance)[name] = value
+
+    def renew(self, instance: Any, name: str) -> None:
+        """Set ours again over a value that was set meanwhile; that value is what is restored in the end."""
+        index = next(i for i, entry in enumerate(self._set) if entry[0] is instance and entry[1] == name)
+        ours = self._set[index][3]
+        self._set[index] = (instance, name, vars(instance)[name], ours)
+        vars(instance)[name] = ours
+
+    def restore(self, instance: Any = None) -> None:
+        """Restore one instance, or all of them, newest first; one that cannot be restored does not keep the others."""
+        kept, failed = [], []
+        for entry in reversed(self._set):
+            owner, name, previous, ours = entry
+            if instance is not None and owner is not instance:
+                kept.append(entry)
+            elif vars(owner).get(name) is not ours:
+                failed.append(entry)
+            elif previous is _MISSING:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = previous
+        self._set = [*reversed(kept), *failed]
+        if failed:
+            owner, name, _, _ = failed[0]
+            raise EnableError(
+                f"`{name}` of this {type(owner).__name__} was replaced after the cache was enabled: "
+                "undo that first, then disable() again."
+            )
+
+
+def find_engine(module: nn.Module) -> Engine | None:
+    """The engine of the cache that is on a transformer, if there is one."""
+    return getattr(vars(module).get("_compiled_call_impl"), "holdover_engine", None)
+
+
+class CachedTransformer:
+    """One transformer with a cache on it.
+
+    `module` is what the pipeline calls, `core` the model inside wrappers (torch.compile, FSDP, DDP). `running` is the
+    pass that answers the block calls of the forward that runs now.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.core: nn.Module = unwrapped(module)
+        self.family = family_of(self.core)
+        self.extractor = extractor_of(self.core)
+        self.inputs = ForwardArguments(self.core, self.family.conditioning)
+        self.lists = block_lists(self.core)
+        self.paths: RecentDict[Any, Any] = RecentDict()
+        self.hint = NO_HINT
+        self.running: BlockPass | None = None
+        self.groups = find_groups(module, None)
+        self.report: ReplayReport | None = None
+        self.notes: set[str] = set()
+        self._splits = SequenceSplits()
+        self._compiled_call: Callable[..., Any] | None = None  # made by `module.compile()`
+        inner = None if self.core is module else self.core._compiled_call_impl
+        self.compiled = "_orig_mod" in module._modules or inner is not None  # as a whole; blocks do not count
+
+    @property
+    def class_name(self) -> str:
+        return class_of(self.core).__name__
+
+    def call_eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the transformer uncompiled."""
+        return self.core._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def install(self, overrides: Overrides, engine: Engine) -> None:
+        """Enter the transformer's calls and contexts; `overrides` takes everything off again."""
+        module, plain_call, plain_compile = self.module, self.module._call_impl, self.module.compile
+        always_compiled = self.compiled
+        self._compiled_call = vars(module).get("_compiled_call_impl")
+
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+        def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            compiler: Any = set_eval_frame(None)  # Dynamo must not trace the engine
+            try:
+                if vars(this).get("_compiled_call_impl") is not entry:  # a copy, or kept by a wrapper after disable()
+                    return _call_traced(this._call_impl, compiler)(*args, **kwargs)
+                self.compiled = compiler is not None or always_compiled or self._compiled_call is not None
+                plain = _call_traced(self._compiled_call or plain_call, compiler) if self.compiled else plain_call
+                return engine.forward(self, plain, args, kwargs)
+            finally:
+                set_eval_frame(compiler)
+
+        def compile(*args: Any, **kwargs: Any) -> None:
+            plain_compile(*args, **kwargs)
+            self._compiled_call = vars(module)["_compiled_call_impl"]
+            overrides.renew(module, "_compiled_call_impl")
+
+        call.__name__ = "__call__"
+        call.holdover_engine = engine
+        entry = types.MethodType(call, module)
+        overrides.set(module, "_compiled_call_impl", entry)
+        overrides.set(module, "__call__", entry)  # what `torch.compile(module)` wraps
+        overrides.add(module, {"compile": compile})
+        overrides.add(self.core, {"cache_context": self._observe_context(getattr(self.core, "cache_context", None))})
+
+    def _observe_context(self, plain: Callable[..., Any] | None) -> Callable[..., Any]:
+        """diffusers' `cache_context`, observed; models that lack it get it."""
+
+        @contextlib.contextmanager
+        def cache_context(name: str, **where: Any) -> Iterator[None]:
+            outer = self.hint
+            self.hint = ContextHint(name, where.get("step_index"), where.get("num_inference_steps"))
+            try:
+                with plain(name, **where) if plain is not None else contextlib.nullcontext():
+                    yield
+            finally:
+                self.hint = outer
+
+        return cache_context
+
+    def run(self, pass_: BlockPass, plain: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the transformer's own forward while a pass answers its block calls."""
+        outer, self.running = self.running, pass_
+        split = self.groups.sequence is not None
+        traced = pass_.traceable and self.compiled and not split and plain != self.call_eager
+        replaced: list[tuple[nn.ModuleList, type, Any]] = []
+        try:
+            with self._splits.take_over(b for blocks in self.lists.values() for b in blocks) if split else _NO_SPLITS:
+                for name, blocks in self.lists.items():
+                    if pass_.lists is None or name in pass_.lists:
+                        modules = list(blocks._modules.values())
+                        kept = pass_.proxies.get((name, traced))
+                        proxies = kept[1] if kept and kept[0] == modules else pass_.make_proxies(name, modules, traced)
+                        if split:
+                            proxies = self._splits.wrap(proxies, modules)
+                        replaced.append((blocks, type(blocks), vars(blocks).get("_holdover_proxies")))
+                        vars(blocks)["_holdover_proxies"] = (proxies, traced)
+                        blocks.__class__ = _PROXIED.get(type(blocks)) or _proxied_class(type(blocks))
+                output = plain(*args, **kwargs)
+            if traced:
+                pass_.clone_stored()
+            return output
+        finally:
+            self.running = outer
+            for blocks, plain_class, proxies in replaced:
+                blocks.__class__ = plain_class
+                vars(blocks)["_holdover_proxies"] = proxies
+                if proxies is None:
+                    del vars(blocks)["_holdover_proxies"]
+
+
+def _call_traced(plain: Any, compiler: Any) -> Callable[..., Any]:
+    """A compiled call with Dynamo on again. Its outputs are copied: CUDA graphs reuse their memory."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer = set_eval_frame(compiler)
+        try:
+            output = plain(*args, **kwargs)
+        finally:
+            set_eval_frame(outer)
+        return map_output(output, torch.Tensor.clone)
+
+    return call
+
+
+_PROXIED: dict[type, type] = {}  # ModuleList class -> the class its instances have during a forward
+
+
+def _proxied_class(base: type) -> type:
+    """A subclass whose instances are iterated as the proxies of their blocks; `base` itself where it is one."""
+    if base in _PROXIED.values():
+        return base
+
+    def iterate(self: Any) -> Iterator[Any]:
+        proxies, traced = self._holdover_proxies
+        return iter(proxies) if traced or not torch.compiler.is_compiling() else _iterate_untraced(proxies)
+
+    def get_item(self: Any, index: Any) -> Any:
+        return list(iterate(self))[index] if isinstance(index, slice) else base.__getitem__(self, index)  # type: ignore[attr-defined]
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made = _PROXIED[base] = type(base.__name__, (base,), {**names, "__iter__": iterate, "__getitem__": get_item})
+    return made
+
+
+@torch.compiler.disable
+def _iterate_untraced(proxies: Sequence[Any]) -> Iterator[Any]:
+    return iter(proxies)

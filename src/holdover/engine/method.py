@@ -1,0 +1,112 @@
+"""What a caching method gives the engine: a policy and a predictor for each branch, and the signal the policy needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from ..config import Config
+from ..grid import Grid
+from ..models.family import Signal
+from ..policies.base import Policy
+from ..policies.static import AlwaysCompute
+from ..predictors.linear import Predictor
+from .blocks import BlockPasses, BlockRunner
+from .clock import SchedulerStep
+from .output import ExtractorRunner
+from .state import HOLD, ComputedForward, ForwardCall, Outcome
+from .storage import ON_DEVICE, Storage
+
+if TYPE_CHECKING:
+    from .install import CachedTransformer
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+BLOCK_PASSES = BlockPasses()
+
+
+class Runner(Protocol):
+    """Runs the forwards of one transformer, block by block or as a whole."""
+
+    def run(self, call: ForwardCall) -> Outcome:
+        """Run one forward, computed or held as `call.decide` says."""
+        ...
+
+
+class Method(ABC, Generic[ConfigT]):
+    """One caching method with its settings."""
+
+    name: str
+    holds = True  # False: every forward runs as it is
+    observes = False  # whether `observe` is called
+    follows = False  # whether `on_scheduler_step` is called
+    reads_late = False  # whether a signal is read after the decision, at computed steps only
+    storage: Storage = ON_DEVICE
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        """What runs this transformer; shared by methods of one class."""
+        return BlockRunner(transformer) if transformer.extractor is None else ExtractorRunner(transformer)
+
+    def block_passes(self, transformer: CachedTransformer) -> BlockPasses:
+        """How the blocks of this transformer are run and held."""
+        return BLOCK_PASSES
+
+    @property
+    def declared_steps(self) -> int | None:
+        """The number of steps where neither a scheduler nor the caller says it."""
+        return None
+
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        """Check, before anything is changed, that the method can work on this transformer; returns notes."""
+        return ()
+
+    @abstractmethod
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
+        """The policy of one branch for one generation."""
+
+    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Predictor:
+        """The predictor of one branch for one generation."""
+        return HOLD
+
+    def signal(self, transformer: CachedTransformer) -> Signal | None:
+        """The signal the policy needs, if it needs one."""
+        return None
+
+    def on_start(self) -> None:
+        """A generation starts."""
+
+    def observe(self, computed: ComputedForward) -> None:
+        """Called after each computed forward when `observes` is true."""
+
+    def on_scheduler_step(self, step: SchedulerStep) -> None:
+        """Called after each step of the scheduler when `follows` is true."""
+
+    def on_end(self) -> None:
+        """A generation has ended, complete or not."""
+
+
+@dataclass(frozen=True)
+class NoneConfig(Config):
+    """No settings: nothing is held."""
+
+    method: ClassVar[str] = "none"
+
+    @property
+    def batchable(self) -> bool:
+        return True
+
+
+class NoneMethod(Method[NoneConfig]):
+    """Runs every forward as it is; forwards are only counted and timed."""
+
+    name = "none"
+    holds = False
+
+    def __init__(self, config: NoneConfig | None = None) -> None:
+        super().__init__(config or NoneConfig())
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
+        return AlwaysCompute()

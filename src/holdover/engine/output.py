@@ -1,0 +1,131 @@
+"""Runners that do not go block by block: the transformer's whole output is held, or a registered extractor is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..context import CacheContext
+from ..errors import UnsupportedModelError
+from ..models.arguments import tensors_in
+from ..models.registry import INPUT
+from .parallel import known_to_shards
+from .state import ForwardCall, Outcome
+from .storage import HeldOutput, HeldTuple, RecentDict
+from .verify import compare_replay
+
+if TYPE_CHECKING:
+    from .install import CachedTransformer
+
+WHOLE = "the whole transformer: its output is held"
+EXTRACTED = "by the registered extractor"
+
+
+class OutputRunner:
+    """Holds a transformer's output: nothing inside the transformer runs at a held step."""
+
+    def __init__(self, transformer: CachedTransformer) -> None:
+        self._transformer = transformer
+        self._verified: RecentDict[Any, None] = RecentDict()
+
+    def run(self, call: ForwardCall) -> Outcome:
+        """Run the transformer, or return the output that is predicted."""
+        decision = call.decide(self._read_signal(call))
+        if not decision.compute:
+            predicted = call.predict()
+            assert isinstance(predicted, HeldOutput)
+            return Outcome(predicted.build_output(), decision, None)
+        output = call.plain(*call.args, **call.kwargs)
+        held = HeldOutput.copy_of(output)
+        if not known_to_shards(self._transformer.groups, call.structure in self._verified):
+            self._verify(call, held)
+        return Outcome(output, decision, held)
+
+    def _read_signal(self, call: ForwardCall) -> torch.Tensor | None:
+        """The model's input: the only signal there is without blocks."""
+        if call.signal is None:
+            return None
+        if call.signal is not INPUT.of_block:
+            raise UnsupportedModelError(
+                f"The blocks of this {self._transformer.class_name} cannot be traced, so their signal cannot be read. "
+                'Measure coefficients with signal="input" and use them.'
+            )
+        return next(tensors_in([*call.args, *call.kwargs.values()]))
+
+    def _verify(self, call: ForwardCall, held: HeldOutput) -> None:
+        """The model must give the same output for the same input: one with a memory of its own cannot be held."""
+        transformer = self._transformer
+        again = call.plain(*call.args, **call.kwargs)
+        report = compare_replay(
+            transformer.class_name, transformer.groups, (again, {}), (held.build_output(), {}), WHOLE
+        )
+        if not report.ok:
+            raise UnsupportedModelError(
+                f"{report}\n{transformer.class_name} gives another output for the same input each time, and its "
+                "blocks cannot be traced: its steps cannot be held.",
+                report,
+            )
+        self._verified[call.structure] = None
+        transformer.report = report
+        transformer.notes.add(f"{transformer.name}: {WHOLE}")
+
+
+class ExtractorRunner:
+    """Runs a transformer through the CacheContext that a registered extractor builds."""
+
+    def __init__(self, transformer: CachedTransformer) -> None:
+        self._transformer = transformer
+        self._verified: RecentDict[Any, None] = RecentDict()
+
+    def run(self, call: ForwardCall) -> Outcome:
+        """Build the context, decide, then run the blocks or add what is held."""
+        context = self._build_context(call)
+        decision = call.decide(context.modulated_input)
+        if not decision.compute:
+            predicted = call.predict()
+            assert isinstance(predicted, HeldTuple)
+            return Outcome(_hold(context, predicted), decision, None)
+        hidden = self._run_blocks(context)
+        held = HeldTuple(hidden - context.hidden_states)
+        output = context.postprocess(hidden)
+        if not known_to_shards(self._transformer.groups, call.structure in self._verified):
+            self._verify(call, output, held)
+        return Outcome(output, decision, held)
+
+    def _build_context(self, call: ForwardCall) -> CacheContext:
+        transformer = self._transformer
+        assert transformer.extractor is not None
+        context = transformer.extractor(transformer.core, *call.args, **call.kwargs)
+        if not isinstance(context, CacheContext):
+            raise TypeError(f"The extractor for {transformer.class_name} returned {context!r}, not a CacheContext.")
+        context.validate()
+        return context
+
+    def _run_blocks(self, context: CacheContext) -> torch.Tensor:
+        outputs = context.run_transformer_blocks()
+        if not isinstance(outputs, (tuple, list)) or not outputs or not isinstance(outputs[0], torch.Tensor):
+            raise TypeError("CacheContext.run_transformer_blocks must return a tuple with the hidden states first.")
+        if outputs[0].shape != context.hidden_states.shape:
+            raise ValueError(
+                "CacheContext.run_transformer_blocks must keep the shape of the hidden states to be held: "
+                f"{tuple(context.hidden_states.shape)} became {tuple(outputs[0].shape)}."
+            )
+        return outputs[0]
+
+    def _verify(self, call: ForwardCall, output: object, held: HeldTuple) -> None:
+        """Hold the step that was just computed: it must give the same."""
+        transformer = self._transformer
+        replayed = _hold(self._build_context(call), held)
+        report = compare_replay(transformer.class_name, transformer.groups, (output, {}), (replayed, {}), EXTRACTED)
+        if not report.ok:
+            raise UnsupportedModelError(
+                f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report
+            )
+        self._verified[call.structure] = None
+        transformer.report = report
+
+
+def _hold(context: CacheContext, held: HeldTuple) -> Any:
+    (residual,) = held.tensors
+    return context.postprocess(context.hidden_states + residual)  # type: ignore[operator]

@@ -1,0 +1,295 @@
+"""What is held between steps: residuals or outputs, how they are stored, and how they are summed with weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from ..models.cut import Cut
+
+K = TypeVar("K")
+V = TypeVar("V")
+MAX_STRUCTURES = 64  # call structures remembered per transformer; flags and sizes given by the host make new ones
+
+
+class RecentDict(dict[K, V]):
+    """A dict of at most `size` entries; a new entry replaces the oldest."""
+
+    def __init__(self, size: int = MAX_STRUCTURES) -> None:
+        super().__init__()
+        self._size = size
+
+    def __setitem__(self, key: K, value: V) -> None:
+        while key not in self and len(self) >= self._size:
+            del self[next(iter(self))]
+        super().__setitem__(key, value)
+
+
+class HeldTensors(ABC):
+    """The tensors of one computed forward that a held step is predicted from.
+
+    Stored tensors are never handed out for writing: a held step adds them to what the model passes, or gets a copy.
+    """
+
+    @property
+    @abstractmethod
+    def main(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the main stream."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Device memory in bytes."""
+
+    @abstractmethod
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """The same with a function applied to every tensor: to store it, or to load it again."""
+
+    @abstractmethod
+    def weighted_sum(self, terms: Sequence[tuple[float, Self]]) -> Self:
+        """Σ weight * tensors over several forwards of this kind."""
+
+    def is_compatible(self, other: HeldTensors) -> bool:
+        """Whether the two can be summed."""
+        return type(self) is type(other)
+
+
+def sum_weighted(terms: Iterable[tuple[float, torch.Tensor]]) -> torch.Tensor:
+    """Σ weight * tensor."""
+    total: torch.Tensor | None = None
+    for weight, tensor in terms:
+        total = tensor * weight if total is None else total.add(tensor, alpha=weight)
+    if total is None:
+        raise ValueError("A predictor's weights are all zero.")
+    return total
+
+
+class Residuals(HeldTensors):
+    """What the blocks added in one computed forward: one residual per segment.
+
+    `values` maps the segment at whose start a residual is added to the residual. Merged, the segments of a stream share
+    one residual, which is added at the start of the first. `sides` are outputs that no later block takes up, by call
+    and slot; a held step returns copies of them.
+    """
+
+    def __init__(self, cut: Cut, merged: bool) -> None:
+        self.cut = cut
+        self.merged = merged
+        self.values: dict[int, torch.Tensor] = {}
+        self.sides: dict[tuple[int, int], torch.Tensor] = {}
+        self._first: dict[int, int] = {}  # group -> the segment its merged residual is added at
+
+    def add(self, chain: int, residual: torch.Tensor) -> None:
+        """Store the residual of one segment."""
+        if self.merged:
+            chain = self._first.setdefault(self.cut.chains[chain].group, chain)
+        held = self.values.get(chain)
+        self.values[chain] = residual if held is None else held + residual
+
+    def merge(self) -> Residuals:
+        """The same with one residual per stream."""
+        merged = Residuals(self.cut, merged=True)
+        for chain in sorted(self.values):
+            merged.add(chain, self.values[chain])
+        merged.sides = self.sides
+        return merged
+
+    def without(self, groups: Collection[int]) -> Residuals:
+        """The same without the residuals of some groups of segments."""
+        kept = {c: value for c, value in self.values.items() if self.cut.chains[c].group not in groups}
+        return self._copy_with(kept, self.sides)
+
+    def is_compatible(self, other: HeldTensors) -> bool:
+        return (
+            isinstance(other, Residuals)
+            and self.merged == other.merged
+            and self.values.keys() == other.values.keys()
+            and self.cut == other.cut
+        )
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
+        sums = {chain: sum_weighted((w, r.values[chain]) for w, r in terms) for chain in self.values}
+        return self._copy_with(sums, self.sides)
+
+    def map(self, function: Callable[[Any], Any]) -> Residuals:
+        values = {chain: function(value) for chain, value in self.values.items()}
+        return self._copy_with(values, {at: function(side) for at, side in self.sides.items()})
+
+    def _copy_with(self, values: dict[int, torch.Tensor], sides: dict[tuple[int, int], torch.Tensor]) -> Residuals:
+        other = Residuals(self.cut, self.merged)
+        other.values, other.sides, other._first = values, sides, self._first
+        return other
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        main_groups, main_stream = self.cut.main_groups, self.cut.main_stream
+        chains = [(c, self.cut.chains[c]) for c in sorted(self.values)]
+        return tuple(
+            self.values[c]
+            for c, chain in chains
+            if (chain.group in main_groups if self.merged else chain.stream == main_stream)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.values.values(), *self.sides.values()))
+
+
+class HeldOutput(HeldTensors):
+    """A transformer's output, copied so that nothing written to the returned tensors reaches it."""
+
+    def __init__(self, template: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._template = template
+        self.tensors = tuple(tensors)
+
+    @classmethod
+    def copy_of(cls, output: Any) -> HeldOutput:
+        """Hold a copy of this output."""
+        tensors: list[torch.Tensor] = []
+        template = map_output(output, lambda tensor: tensors.append(tensor.clone()))
+        return cls(template, tensors)
+
+    def build_output(self) -> Any:
+        """A new output with copies of the held tensors."""
+        copies = iter([tensor.clone() for tensor in self.tensors])
+        return map_output(self._template, lambda _: next(copies))
+
+    def weighted_sum(self, terms: Sequence[tuple[float, HeldOutput]]) -> HeldOutput:
+        columns = zip(*(held.tensors for _, held in terms), strict=True)
+        weights = [weight for weight, _ in terms]
+        return HeldOutput(self._template, [sum_weighted(zip(weights, column, strict=True)) for column in columns])
+
+    def map(self, function: Callable[[Any], Any]) -> HeldOutput:
+        return HeldOutput(self._template, [function(tensor) for tensor in self.tensors])
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors[:1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+class HeldTuple(HeldTensors):
+    """A fixed number of tensors whose meaning the runner knows; None where a stream is absent."""
+
+    def __init__(self, *tensors: torch.Tensor | None) -> None:
+        self.tensors = tensors
+
+    def weighted_sum(self, terms: Sequence[tuple[float, HeldTuple]]) -> HeldTuple:
+        columns = zip(*([(w, t) for t in held.tensors] for w, held in terms), strict=True)
+        return HeldTuple(*(None if column[0][1] is None else sum_weighted(column) for column in columns))
+
+    def map(self, function: Callable[[Any], Any]) -> HeldTuple:
+        return HeldTuple(*(None if t is None else function(t) for t in self.tensors))
+
+    def is_compatible(self, other: HeldTensors) -> bool:
+        return isinstance(other, HeldTuple) and [t is None for t in self.tensors] == [t is None for t in other.tensors]
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in self.tensors if t is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.main)
+
+
+class OutputSlot:
+    """Marks the position of a tensor that was taken out of an output."""
+
+
+def map_output(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A transformer's output with every tensor, or every slot left by one, replaced; None leaves a slot."""
+    if isinstance(value, (torch.Tensor, OutputSlot)):
+        replaced = function(value)
+        return OutputSlot() if replaced is None else replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: map_output(getattr(value, f.name), function) for f in dataclasses.fields(value)}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        return {key: map_output(item, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_output(item, function) for item in value])
+    return value
+
+
+# Storage formats
+
+
+class Storage(Protocol):
+    """Stores a tensor after a computed step and loads it when a held step needs it."""
+
+    def store(self, tensor: torch.Tensor) -> Any:
+        """The stored form; it has `nbytes`."""
+        ...
+
+    def load(self, stored: Any) -> torch.Tensor:
+        """The tensor again."""
+        ...
+
+
+class DeviceStorage:
+    """Keeps the tensor as it is."""
+
+    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def load(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTensor:
+    """A float8 tensor with one scale per token."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+class Float8Storage:
+    """Half the memory of bfloat16, at about 3 % of noise on each value."""
+
+    def store(self, tensor: torch.Tensor) -> ScaledTensor:
+        largest = tensor.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12)
+        scales = largest / torch.finfo(torch.float8_e4m3fn).max
+        return ScaledTensor((tensor.float() / scales).to(torch.float8_e4m3fn), scales, tensor.dtype)
+
+    def load(self, stored: ScaledTensor) -> torch.Tensor:
+        return (stored.values.float() * stored.scales).to(stored.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTensor:
+    """A copy in host memory, and the device it returns to; it uses no device memory."""
+
+    values: torch.Tensor
+    device: torch.device
+    nbytes: int = 0
+
+
+class HostStorage:
+    """No device memory, at the cost of a copy in each direction."""
+
+    def store(self, tensor: torch.Tensor) -> HostTensor:
+        pinned = tensor.device.type == "cuda"
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        values.copy_(tensor, non_blocking=pinned)
+        return HostTensor(values, tensor.device)
+
+    def load(self, stored: HostTensor) -> torch.Tensor:
+        return stored.values.to(stored.device, non_blocking=True)
+
+
+ON_DEVICE = DeviceStorage()
+STORAGES: dict[str, Storage] = {"device": ON_DEVICE, "fp8": Float8Storage(), "cpu": HostStorage()}

@@ -1,1 +1,0 @@
-"""Who remembers? Installs and removes the cut on instances, keeps state for one generation, counts."""

@@ -1,5 +1,0 @@
-"""What TeaCache remembers of one branch."""
-
-from ..policies.teacache import TeaCacheState
-
-__all__ = ["TeaCacheState"]
