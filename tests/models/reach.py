@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import holdover
-from holdover.models.arguments import tensors_in
+from holdover.models.inputs import iter_tensors
 from holdover.runtime.replay import ReplayReport
 from tiny.models import MODELS, TinyModel, transformer_classes, with_timestep
 
@@ -23,7 +23,7 @@ TABLE = Path(__file__).resolve().parents[2] / "src/holdover/models/support.json"
 
 def first(output: Any) -> torch.Tensor:
     """The first tensor of an output."""
-    return next(tensors_in(dict(output) if isinstance(output, dict) else output))
+    return next(iter_tensors(dict(output) if isinstance(output, dict) else output))
 
 
 def generation(tiny: TinyModel, model: nn.Module, steps: int = STEPS, **of: Any) -> list[torch.Tensor]:
@@ -96,8 +96,12 @@ def rows() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"cut": report, "replay_error": None, "cache_dit": cache_dit}
             continue
         cut = report.cut
-        parts = {} if isinstance(cut, str) else {"lists": cut.lists, "segments": len(cut.chains), "sides": cut.sides}
-        streams = [] if isinstance(cut, str) else sorted({f"{c.blocks}.{c.stream}" for c in cut.chains})
+        parts = (
+            {}
+            if isinstance(cut, str)
+            else {"lists": cut.lists, "segments": len(cut.segments), "sides": cut.side_output_count}
+        )
+        streams = [] if isinstance(cut, str) else sorted({f"{c.blocks}.{c.stream}" for c in cut.segments})
         found = {"streams": streams, "left_out": report.left_out, "replays": report.ok, "cache_dit": cache_dit}
         yield name, {"cut": str(cut), **parts, **found}
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from holdover.grid import Grid
-from holdover.models.arguments import ForwardArguments, named
-from holdover.models.family import Family, Signal
-from holdover.models.lists import block_lists
-from holdover.models.registry import ANY, families_declared, family_of
+from holdover.models.inputs import ForwardSignature, bind_arguments
+from holdover.models.registry import DEFAULT_FAMILY, Family, Signal, get_family, list_families
+from holdover.models.trace import find_block_lists
 from holdover.profiles import shipped
 from tiny.models import MODELS
 from tiny.pipelines import PIPELINES, run
@@ -24,7 +23,7 @@ torch.set_num_threads(1)
 # diffusers' own: classes that moved, flex attention without a compiler, autocast on a CPU
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
 
-DECLARED = families_declared()
+DECLARED = list_families()
 TINY = [name for name in MODELS if name.partition("[")[0] in DECLARED]
 OF_BLOCK = [n for n in TINY if any(s.of_block and s.name != "input" for s in DECLARED[n.partition("[")[0]].signals)]
 OF_TIME = [n for n in TINY if any(s.of_time for s in DECLARED[n.partition("[")[0]].signals)]
@@ -74,8 +73,8 @@ def test_the_signal_of_a_shipped_profile_is_declared(profile: Any) -> None:
 
 
 def test_an_unknown_model_has_its_input_for_a_signal() -> None:
-    family = family_of(nn.Linear(2, 2))
-    assert family is ANY
+    family = get_family(nn.Linear(2, 2))
+    assert family is DEFAULT_FAMILY
     assert family.signals[0].name == "input"
 
 
@@ -84,8 +83,8 @@ def test_heads_and_conditioning_name_what_the_models_have(family: Family) -> Non
     for name in family.classes:
         if name in MODELS:
             transformer = MODELS[name].build()
-            assert family.head is None or family.head in block_lists(transformer)
-            assert set(family.conditioning) <= set(ForwardArguments(transformer).names)
+            assert family.head is None or family.head in find_block_lists(transformer)
+            assert set(family.conditioning) <= set(ForwardSignature(transformer).names)
 
 
 def attention_of(block: Any) -> nn.Module:
@@ -95,7 +94,7 @@ def attention_of(block: Any) -> nn.Module:
 
 
 def main_block(transformer: nn.Module, family: Family) -> nn.Module:
-    lists = block_lists(transformer)
+    lists = find_block_lists(transformer)
     preludes = ("refiner", "text", "vace", "context")
     first = next(name for name in lists if not any(word in name for word in preludes))
     return lists[family.head or first][0]
@@ -105,13 +104,13 @@ def main_block(transformer: nn.Module, family: Family) -> nn.Module:
 @torch.no_grad()
 def test_a_block_signal_is_what_the_first_attention_is_given(name: str) -> None:
     transformer = MODELS[name].build()
-    family = family_of(transformer)
+    family = get_family(transformer)
     block = main_block(transformer, family)
     calls: list[dict[str, Any]] = []
     truths: list[torch.Tensor] = []
 
     def seen_by_block(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(named(type(module), args, kwargs))
+        calls.append(bind_arguments(type(module), args, kwargs))
 
     def seen_by_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         truths.append(args[0] if args else kwargs["hidden_states"])
@@ -151,7 +150,7 @@ def test_a_time_signal_is_what_the_model_makes_of_its_timestep(name: str) -> Non
     inputs = MODELS[name].inputs(batch=2)
     timesteps = inputs[MODELS[name].timestep].flatten().float()
     truths = time_truths(transformer, inputs)
-    for signal in family_of(transformer).signals:
+    for signal in get_family(transformer).signals:
         if signal.of_time is not None:
             rows = signal.of_time(transformer, timesteps)
             assert torch.equal(rows, truths[signal.name].reshape(rows.shape))
@@ -162,7 +161,7 @@ def test_time_signals_work_where_only_the_embedder_is_in_full_precision() -> Non
     transformer: Any = MODELS["WanTransformer3DModel"].build().to(torch.bfloat16)
     transformer.condition_embedder.time_embedder.float()
     timesteps = torch.linspace(999, 1, 7)
-    dtypes = {signal.name: _of_time(signal)(transformer, timesteps).dtype for signal in family_of(transformer).signals}
+    dtypes = {signal.name: _of_time(signal)(transformer, timesteps).dtype for signal in get_family(transformer).signals}
     assert dtypes == {"e": torch.float32, "e0": torch.bfloat16}
 
 
@@ -248,7 +247,7 @@ def test_expert_ranges_are_the_steps_the_pipeline_gives_them(name: str) -> None:
     grid = Grid(len(timesteps), tuple(t / pipe.scheduler.config.num_train_timesteps for t in timesteps))
     for part, seen in called.items():
         transformer = getattr(pipe, part)
-        own = family_of(transformer).range_of(pipe, transformer, grid)
+        own = get_family(transformer).range_of(pipe, transformer, grid)
         assert set(timesteps[own.first : own.last + 1]) == seen
 
 
@@ -265,7 +264,7 @@ def test_conditioning_is_found_or_declared_for_every_denoiser() -> None:
     for name in {name.partition("[")[0] for name in MODELS}:
         model = next(MODELS[n] for n in MODELS if n.partition("[")[0] == name)
         transformer = model.build()
-        arguments = ForwardArguments(transformer, family_of(transformer).conditioning)
-        if not arguments.conditioning(arguments.of_call((), model.inputs())):
+        arguments = ForwardSignature(transformer, get_family(transformer).conditioning)
+        if not arguments.get_conditioning(arguments.bind((), model.inputs())):
             without.add(name)
     assert without == single

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..models.arguments import pick
-from ..models.cut import BlockCall, Cut
+from ..models.graph import BlockCall, Stack
+from ..models.inputs import get_argument
 from ..profiles import shipped
 from ..runtime.passes import ComputePass, HoldPass, Passes
 from ..runtime.residuals import Held, Residuals, weighted_sum
@@ -134,10 +134,10 @@ class StrategyPasses(Passes):
     def __init__(self, strategy: MagCacheStrategy) -> None:
         self._strategy = strategy
 
-    def compute(self, cut: Cut, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
+    def compute(self, cut: Stack, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
         return _StrategyCompute(cut, begin, self._strategy)
 
-    def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
+    def hold(self, cut: Stack, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
         assert isinstance(held, StrategyResiduals)
         return _StrategyHold(cut, held, begin, self._strategy)
 
@@ -145,19 +145,19 @@ class StrategyPasses(Passes):
 class _StrategyCompute(ComputePass):
     traceable = False
 
-    def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
+    def __init__(self, cut: Stack, begin: int, strategy: MagCacheStrategy) -> None:
         super().__init__(cut, lumped=True, begin=begin)
         self._strategy = strategy
-        self._tail = max(i for i, call in enumerate(cut.calls) if cut.main_link(call) is not None)
+        self._tail = max(i for i, call in enumerate(cut.calls) if cut.find_main_link(call) is not None)
         self._head_input: torch.Tensor | None = None
         self._value: StrategyResiduals | None = None
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         position, call = self._advance(blocks, index)
         if position == self._begin:
-            link = self._cut.main_link(call)
+            link = self._cut.find_main_link(call)
             assert link is not None
-            self._head_input = pick(args, kwargs, link.key)
+            self._head_input = get_argument(args, kwargs, link.key)
         output = block(*args, **kwargs)
         if position == self._tail:
             assert self._head_input is not None
@@ -175,14 +175,14 @@ class _StrategyCompute(ComputePass):
 class _StrategyHold(HoldPass):
     traceable = False
 
-    def __init__(self, cut: Cut, held: StrategyResiduals, begin: int, strategy: MagCacheStrategy) -> None:
+    def __init__(self, cut: Stack, held: StrategyResiduals, begin: int, strategy: MagCacheStrategy) -> None:
         super().__init__(Residuals(cut, lumped=True), begin)
         self._strategy = strategy
         self._value = held.value
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         position, call = self._advance(blocks, index)
-        streams = {link.slot: pick(args, kwargs, link.key) for link in call.links}
+        streams = {link.slot: get_argument(args, kwargs, link.key) for link in call.links}
         if position != self._begin:
             outputs = [streams.get(slot) for slot in range(max(call.width, 1))]
             return tuple(outputs) if call.width else outputs[0]
@@ -200,6 +200,6 @@ class _StrategyHold(HoldPass):
         metadata = self._strategy.register_block_metadata(block_class)
         if metadata is not None:
             return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index
-        main = self._cut.main_link(call)
+        main = self._cut.find_main_link(call)
         assert main is not None
         return main.slot, next((link.slot for link in call.links if link is not main), None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..models.family import BlockSignal
+from ..models.registry import BlockSignal
 from ..policies.base import Decision
 from .passes import Passes
 from .residuals import Held

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import EnableError, UnsupportedModelError
-from ..models.arguments import structure
+from ..models.inputs import describe_structure
 from ..policies.base import PolicyState
 from ..policies.static import ASKED, AlwaysCompute
 from .adopt import Adoptions
@@ -34,7 +34,7 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
         unit.install(adoptions, lambda unit, plain, args, kwargs: plain(*args, **kwargs))
         with torch.no_grad():
             seam_of(unit).run(
-                Call(transformer, (), inputs, structure(inputs), None, lambda _: ASKED, STANDARD, 0, track)
+                Call(transformer, (), inputs, describe_structure(inputs), None, lambda _: ASKED, STANDARD, 0, track)
             )
     except UnsupportedModelError as error:
         if isinstance(error.report, ReplayReport):

@@ -12,9 +12,8 @@ from torch import nn
 
 from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
-from ..models.arguments import host_values, tensors_in
-from ..models.registry import INPUT
-from ..models.wrapping import in_shard_wrappers
+from ..models.inputs import collect_host_values, has_fsdp_wrappers, iter_tensors
+from ..models.registry import INPUT_SIGNAL
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
 from ..stats import Ledger, Stats, StepRecord
@@ -165,10 +164,10 @@ class Engine:
         return plain(*args, **kwargs)
 
     def _governed(self, unit: Unit, plain: Plain, args: Args, kwargs: Kwargs) -> Any:
-        arguments = unit.arguments.of_call(args, kwargs)
+        arguments = unit.arguments.bind(args, kwargs)
         step, branch = self._arrive(unit, arguments)
         generation = self._generation
-        watch = Stopwatch(next((t.device for t in tensors_in(arguments)), None))
+        watch = Stopwatch(next((t.device for t in iter_tensors(arguments)), None))
         reason = unit.family.must_compute(arguments) if generation.method.holds else ASKED.reason
         if reason is not None:
             outcome = Outcome(plain(*args, **kwargs), Decision(True, reason), None)
@@ -191,9 +190,9 @@ class Engine:
     def _arrive(self, unit: Unit, arguments: Kwargs) -> tuple[int, str]:
         """The step and branch of a forward; begins a generation where the step shows that one has begun."""
         self._clock.watch()
-        timestep, runs_up = unit.arguments.timestep(arguments), unit.family.time_runs_up
+        timestep, runs_up = unit.arguments.get_timestep(arguments), unit.family.time_runs_up
         named = unit.hint.name is not None
-        clues = ((), None) if named else (unit.arguments.conditioning(arguments), host_values(arguments))
+        clues = ((), None) if named else (unit.arguments.get_conditioning(arguments), collect_host_values(arguments))
         if self._clock.running:
             step = self._clock.step(unit.hint, timestep, runs_up)
             if step < self._generation.step:
@@ -222,7 +221,7 @@ class Engine:
 def _prepared(method: Method, unit: Unit, pipeline: Any) -> tuple[str, ...]:
     """What the method notes about a transformer; a signal that could not be read off it is refused."""
     notes = method.prepare(unit, pipeline)
-    if method.signal(unit) not in (None, INPUT) and in_shard_wrappers(unit.module):
+    if method.signal(unit) not in (None, INPUT_SIGNAL) and has_fsdp_wrappers(unit.module):
         raise EnableError(
             f"The weights of this {unit.class_name} are in FullyShardedDataParallel's wrappers, outside of which the "
             "signal of its blocks cannot be read. Shard it with fully_shard, use another method, or measure "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.arguments import tensors_in
+from ..models.inputs import iter_tensors
 from .outputs import mapped
 from .standin import DivergedError
 
@@ -40,7 +40,7 @@ class Unrun(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        carried = [t for t in tensors_in([args, kwargs]) if isinstance(t, Unrun)]
+        carried = [t for t in iter_tensors([args, kwargs]) if isinstance(t, Unrun)]
         origins = frozenset[Origin]().union(*(t.origins for t in carried))
         if func not in HANDED_ON or "out" in (kwargs or {}):
             raise TouchedError(origins)
@@ -118,7 +118,7 @@ class Postponed:
         for module in self._modules.values():
             module.want()
         for forward, args, kwargs, given in self._waiting:
-            for standing, tensor in zip(tensors_in(given), tensors_in(forward(*args, **kwargs)), strict=True):
+            for standing, tensor in zip(iter_tensors(given), iter_tensors(forward(*args, **kwargs)), strict=True):
                 standing.become(tensor)  # type: ignore[attr-defined]
 
 

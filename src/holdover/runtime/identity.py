@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.wrapping import class_of, whole
+from ..models.inputs import gather_tensor, get_module_class
 from ..profiles import ModelFacts
 
 _SAMPLES = 8  # values of each parameter that enter the fingerprint
@@ -17,7 +17,7 @@ _SAMPLES = 8  # values of each parameter that enter the fingerprint
 def facts_of(transformer: nn.Module) -> ModelFacts:
     """What a profile says of the transformer it was measured on."""
     return ModelFacts(
-        class_of(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
+        get_module_class(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
     )
 
 
@@ -37,7 +37,7 @@ def fingerprint(transformer: nn.Module) -> str:
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
     """A few values spread over a parameter, rounded so that a change of precision does not matter."""
-    flat = whole(parameter.detach()).flatten()
+    flat = gather_tensor(parameter.detach()).flatten()
     places = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
     return flat[torch.tensor(places, device=flat.device)].to(torch.bfloat16).float()
 

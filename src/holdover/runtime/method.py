@@ -10,7 +10,7 @@ import torch
 
 from ..config import Config
 from ..grid import Grid
-from ..models.family import Signal
+from ..models.registry import Signal
 from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
 from ..predictors.linear import Hold, Predictor

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..models.wrapping import gathered
+from ..models.inputs import gather_weights
 
 
 @contextlib.contextmanager
@@ -16,7 +16,7 @@ def onloaded(block: nn.Module) -> Iterator[None]:
     registry = getattr(block, "_diffusers_hook", None)
     hook = registry.get_hook("group_offloading") if registry is not None else None
     if hook is None:
-        with gathered(block):
+        with gather_weights(block):
             yield
         return
     hook.pre_forward(block)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..models.arguments import named, pick
-from ..models.cut import BlockCall, Cut
+from ..models.graph import BlockCall, Stack
+from ..models.inputs import bind_arguments, get_argument
 from ..models.trace import Trace
 from .feeders import Unrun, unrun
 from .places import Place, places
@@ -45,13 +45,13 @@ class TracePass(BlockByBlock):
         return True
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.trace.run(blocks, index, block, args, kwargs)
+        return self.trace.run_block(blocks, index, block, args, kwargs)
 
 
 class _AlongCut(BlockByBlock):
     """Follows the cut call by call; made once for a kind of forward, and started for each."""
 
-    def __init__(self, cut: Cut, begin: int) -> None:
+    def __init__(self, cut: Stack, begin: int) -> None:
         super().__init__()
         self.witness: dict[int, torch.Tensor] | None = None  # what leaves each segment, when a replay is checked
         self._cut = cut
@@ -91,7 +91,7 @@ class _AlongCut(BlockByBlock):
 
     def _witnessed(self, chain: int, output: torch.Tensor) -> None:
         if self.witness is not None:
-            self.witness[self._cut.chains[chain].group] = output  # the group's last segment stays
+            self.witness[self._cut.segments[chain].group] = output  # the group's last segment stays
 
     def done(self) -> None:
         """The forward has returned: it must have made every call."""
@@ -102,7 +102,7 @@ class _AlongCut(BlockByBlock):
 class _AlongPlaces(_AlongCut):
     """Follows the cut by a table made beforehand."""
 
-    def __init__(self, cut: Cut, begin: int, unread: Collection[int] = ()) -> None:
+    def __init__(self, cut: Stack, begin: int, unread: Collection[int] = ()) -> None:
         super().__init__(cut, begin)
         self._places = places(cut, begin, unread)
 
@@ -121,7 +121,7 @@ class ComputePass(_AlongPlaces):
 
     traceable = True
 
-    def __init__(self, cut: Cut, lumped: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
+    def __init__(self, cut: Stack, lumped: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
         super().__init__(cut, begin, unread)
         self._lumped = lumped
         self._open: dict[int, torch.Tensor] = {}
@@ -137,12 +137,12 @@ class ComputePass(_AlongPlaces):
         if place.quiet:
             return block(*args, **kwargs)
         for link in place.opens:
-            self._open[link.chain] = pick(args, kwargs, link.key)
+            self._open[link.segment] = get_argument(args, kwargs, link.key)
         output = block(*args, **kwargs)
         outputs = output if place.width else (output,)
         for link in place.closes:
-            self._added.append((link.chain, outputs[link.slot] - self._open.pop(link.chain)))
-            self._witnessed(link.chain, outputs[link.slot])
+            self._added.append((link.segment, outputs[link.slot] - self._open.pop(link.segment)))
+            self._witnessed(link.segment, outputs[link.slot])
         for slot in place.sides:
             self._sides[place.number, slot] = outputs[slot].clone()
         return output
@@ -171,7 +171,7 @@ class HoldPass(_AlongPlaces):
         self._shortcut = shortcut
         self._places = tuple(place for place in self._places if self.calls(place.blocks, place.index))
         self._count = len(self._places)
-        self._unread = [unrun([c.group]) if c.group in shortcut.unread else None for c in self._cut.chains]
+        self._unread = [unrun([c.group]) if c.group in shortcut.unread else None for c in self._cut.segments]
         self.give(residuals)
 
     def items(self, blocks: str, modules: Sequence[nn.Module]) -> Iterable[Any]:
@@ -187,7 +187,7 @@ class HoldPass(_AlongPlaces):
     def give(self, held: Held) -> None:
         """What to add from now on."""
         assert isinstance(held, Residuals)
-        self._adds = [held.at(chain) for chain in range(len(self._cut.chains))]
+        self._adds = [held.at(chain) for chain in range(len(self._cut.segments))]
         self._sides = held.sides
 
     def start(self, position: int = 0) -> None:
@@ -206,13 +206,13 @@ class HoldPass(_AlongPlaces):
         """A call where a chain begins or ends, or something leaves beside."""
         outputs = list(carried) if place.width else [carried]
         for link in place.opens:
-            held, unread = self._adds[link.chain], self._unread[link.chain]
+            held, unread = self._adds[link.segment], self._unread[link.segment]
             if unread is not None:
                 outputs[link.slot] = unread
             elif held is not None and type(outputs[link.slot]) is not Unrun:
                 outputs[link.slot] = outputs[link.slot] + held
         for link in place.closes:
-            self._witnessed(link.chain, outputs[link.slot])
+            self._witnessed(link.segment, outputs[link.slot])
         for slot in place.sides:
             outputs[slot] = self._sides[place.number, slot].clone()
         return tuple(outputs) if place.width else outputs[0]
@@ -223,7 +223,7 @@ class DecidePass(_AlongCut):
 
     def __init__(
         self,
-        cut: Cut,
+        cut: Stack,
         choose: Callable[[nn.Module, dict[str, Any]], ComputePass | HoldPass],
         shortcut: Shortcut = WHOLE_WAY,
     ) -> None:
@@ -251,7 +251,7 @@ class DecidePass(_AlongCut):
             if self._position < self._cut.head:
                 self._advance(blocks, index)
                 return block(*args, **kwargs)
-            chosen = self.chosen = self._choose(block, named(type(block), args, kwargs))
+            chosen = self.chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
             chosen._position = self._position
             if isinstance(chosen, ComputePass):
                 self._feeders.run()
@@ -266,17 +266,17 @@ class DecidePass(_AlongCut):
 class FinishPass(_AlongCut):
     """Runs no block and lets the main stream leave the seam as `hidden`: what the model does after its blocks."""
 
-    def __init__(self, cut: Cut, hidden: torch.Tensor) -> None:
+    def __init__(self, cut: Stack, hidden: torch.Tensor) -> None:
         super().__init__(cut, 0)
         self._hidden = hidden
-        self._end = max(i for i, call in enumerate(cut.calls) if cut.main_link(call) is not None)
+        self._end = max(i for i, call in enumerate(cut.calls) if cut.find_main_link(call) is not None)
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         position, call = self._advance(blocks, index)
         outputs: list[torch.Tensor | None] = [None] * max(call.width, 1)
         for link in call.links:
-            outputs[link.slot] = pick(args, kwargs, link.key)
-        main = self._cut.main_link(call)
+            outputs[link.slot] = get_argument(args, kwargs, link.key)
+        main = self._cut.find_main_link(call)
         if position == self._end and main is not None:
             outputs[main.slot] = self._hidden
         return tuple(outputs) if call.width else outputs[0]
@@ -287,9 +287,9 @@ class Passes:
 
     leaves_out = True  # whether what it holds is added where chains open, and nowhere else
 
-    def compute(self, cut: Cut, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
+    def compute(self, cut: Stack, lumped: bool, begin: int, shortcut: Shortcut) -> ComputePass:
         return ComputePass(cut, lumped, begin, shortcut.unread)
 
-    def hold(self, cut: Cut, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
+    def hold(self, cut: Stack, held: Held, begin: int, shortcut: Shortcut) -> HoldPass:
         assert isinstance(held, Residuals)
         return HoldPass(held, begin, shortcut)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..models.arguments import Key, pick
-from ..models.cut import BlockCall, Cut, Link
+from ..models.graph import BlockCall, Stack, StreamLink
+from ..models.inputs import ArgumentKey, get_argument
 
 Carry = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -23,8 +23,8 @@ class Place:
     blocks: str
     index: int
     width: int
-    opens: tuple[Link, ...]
-    closes: tuple[Link, ...]
+    opens: tuple[StreamLink, ...]
+    closes: tuple[StreamLink, ...]
     sides: tuple[int, ...]
     quiet: bool
     through: bool
@@ -33,14 +33,14 @@ class Place:
     carry: Carry
 
 
-def places(cut: Cut, begin: int, unread: Collection[int] = ()) -> tuple[Place, ...]:
+def places(cut: Stack, begin: int, unread: Collection[int] = ()) -> tuple[Place, ...]:
     """Every call of a cut; chains begin at `begin` or later, and those of groups that nobody reads not at all."""
     opened: set[int] = set()
     found = [_live(number, call) for number, call in enumerate(cut.calls[:begin])]
     for number, call in enumerate(cut.calls[begin:], start=begin):
-        links = [link for link in call.links if cut.chains[link.chain].group not in unread]
-        opens = tuple(link for link in links if link.chain not in opened)
-        opened.update(link.chain for link in opens)
+        links = [link for link in call.links if cut.segments[link.segment].group not in unread]
+        opens = tuple(link for link in links if link.segment not in opened)
+        opened.update(link.segment for link in opens)
         found.append(_held(number, call, opens, tuple(link for link in links if link.closes)))
     return tuple(found)
 
@@ -50,16 +50,18 @@ def _live(number: int, call: BlockCall) -> Place:
     return Place(number, call.blocks, call.index, call.width, (), (), (), **kind, carry=_carry(call))
 
 
-def _held(number: int, call: BlockCall, opens: tuple[Link, ...], closes: tuple[Link, ...]) -> Place:
-    idle = not (opens or call.sides)
+def _held(number: int, call: BlockCall, opens: tuple[StreamLink, ...], closes: tuple[StreamLink, ...]) -> Place:
+    idle = not (opens or call.side_outputs)
     quiet = idle and not closes
     kind = {"quiet": quiet, "through": quiet, "idle": idle, "live": False}
-    return Place(number, call.blocks, call.index, call.width, opens, closes, call.sides, **kind, carry=_carry(call))
+    return Place(
+        number, call.blocks, call.index, call.width, opens, closes, call.side_outputs, **kind, carry=_carry(call)
+    )
 
 
 def _carry(call: BlockCall) -> Carry:
     """Returns the streams a call is given, in the places of the block's outputs."""
-    keys: list[Key | None] = [None] * max(call.width, 1)
+    keys: list[ArgumentKey | None] = [None] * max(call.width, 1)
     for link in call.links:
         keys[link.slot] = link.key
     if call.width == 0:
@@ -67,10 +69,10 @@ def _carry(call: BlockCall) -> Carry:
     names = [key for key in keys if isinstance(key, str)]
     if len(names) == len(keys):
         return lambda args, kwargs: tuple([kwargs[name] for name in names])
-    return lambda args, kwargs: tuple([None if key is None else pick(args, kwargs, key) for key in keys])
+    return lambda args, kwargs: tuple([None if key is None else get_argument(args, kwargs, key) for key in keys])
 
 
-def _one(key: Key | None) -> Carry:
+def _one(key: ArgumentKey | None) -> Carry:
     if isinstance(key, str):
         return lambda args, kwargs: kwargs[key]
     return lambda args, kwargs: None if key is None else args[key]

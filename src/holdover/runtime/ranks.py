@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..models.wrapping import unwrapped
+from ..models.inputs import unwrap_module
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -88,7 +88,7 @@ def groups_of(transformer: nn.Module, stated: Ranks | None) -> Groups:
     """The groups that were stated, and those the transformer itself was split over."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
-    found = Ranks(**_configured(unwrapped(transformer)), **_sharded(transformer)).groups()
+    found = Ranks(**_configured(unwrap_module(transformer)), **_sharded(transformer)).groups()
     if stated is None:
         return found
     said = stated.groups()

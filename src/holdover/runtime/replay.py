@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..models.arguments import tensors_in
-from ..models.cut import Cut
+from ..models.graph import Stack
+from ..models.inputs import iter_tensors
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ReplayReport:
     """
 
     model: str
-    cut: Cut | str
+    cut: Stack | str
     lumped: bool
     outputs: tuple[float, ...]
     streams: tuple[tuple[str, float], ...]
@@ -61,12 +61,12 @@ def compare(
     model: str,
     computed: tuple[Any, Mapping[int, torch.Tensor]],
     held: tuple[Any, Mapping[int, torch.Tensor]],
-    cut: Cut | str,
+    cut: Stack | str,
     lumped: bool = False,
 ) -> ReplayReport:
     """Compare output and streams of a computed and a held forward."""
     (output, streams), (held_output, held_streams) = computed, held
-    before, after = list(tensors_in(_plain(output))), list(tensors_in(_plain(held_output)))
+    before, after = list(iter_tensors(_plain(output))), list(iter_tensors(_plain(held_output)))
     names = {} if isinstance(cut, str) else cut.group_names
     errors = tuple(
         (names.get(group, str(group)), relative_error(streams[group], held_streams[group]))

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from ..models.cut import Cut
+from ..models.graph import Stack
 
 
 class Held(ABC):
@@ -49,9 +49,9 @@ class Residuals(Held):
     Stored tensors are never handed out: a held step adds them to what the model passes, or gets a copy.
     """
 
-    def __init__(self, cut: Cut, lumped: bool) -> None:
+    def __init__(self, cut: Stack, lumped: bool) -> None:
         self.cut = cut
-        self._place = [c.group for c in cut.chains] if lumped else list(range(len(cut.chains)))
+        self._place = [c.group for c in cut.segments] if lumped else list(range(len(cut.segments)))
         self._first: dict[int, int] = {}
         self._values: dict[int, torch.Tensor] = {}
         self.sides: dict[tuple[int, int], torch.Tensor] = {}  # by call and slot
@@ -83,7 +83,7 @@ class Residuals(Held):
 
     def but(self, groups: Collection[int]) -> Residuals:
         """The same without those of some groups of chains."""
-        dropped = {self._place[i] for i, chain in enumerate(self.cut.chains) if chain.group in groups}
+        dropped = {self._place[i] for i, chain in enumerate(self.cut.segments) if chain.group in groups}
         return self._with({place: v for place, v in self._values.items() if place not in dropped}, self.sides)
 
     def mixed(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
@@ -104,7 +104,7 @@ class Residuals(Held):
     def main(self) -> tuple[torch.Tensor, ...]:
         """The residuals of the main stream: the head block's hidden states, and that stream in later lists."""
         main = self.cut.main_stream
-        places = {self._place[i] for i, c in enumerate(self.cut.chains) if c.stream == main}
+        places = {self._place[i] for i, c in enumerate(self.cut.segments) if c.stream == main}
         return tuple(self._values[place] for place in sorted(places & self._values.keys()))
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..context import CacheContext
 from ..errors import UnsupportedModelError, UntraceableError
-from ..models.cut import Cut
+from ..models.graph import Stack
 from ..policies.base import Decision
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
@@ -79,7 +79,7 @@ class Seam:
         """Watch one forward; its result is thrown away, so that the next one runs as every later one."""
         watch = TracePass()
         self._unit.run(watch, self._watched(call), call.args, call.kwargs)
-        cut = watch.trace.cut(self._unit.family.head)
+        cut = watch.trace.build_stack(self._unit.family.head)
         begin = cut.head if call.signal is not None else 0
         choice = self._unit.cuts[_kind(call)] = CutChoice(cut, begin, call.passes, not watch.class_asked)
         return choice
@@ -131,14 +131,14 @@ class Seam:
         """Not where a compiler sees the whole of it anyway, and not where ranks meet on the way."""
         return choice.passes.leaves_out and not self._unit.compiled and not self._unit.groups.in_step
 
-    def _begun(self, call: Call, cut: Cut, way: Shortcut, choose: Choose) -> ComputePass | HoldPass | DecidePass:
+    def _begun(self, call: Call, cut: Stack, way: Shortcut, choose: Choose) -> ComputePass | HoldPass | DecidePass:
         """The pass to begin with: one that decides at the head, where the decision waits for a signal there."""
         if call.signal is None:
             return choose(None)
         at_head = self._at_head(call, cut, choose)
         return self._reached(call, cut, at_head) if self._unit.compiled else DecidePass(cut, at_head, way)
 
-    def _at_head(self, call: Call, cut: Cut, choose: Choose) -> AtHead:
+    def _at_head(self, call: Call, cut: Stack, choose: Choose) -> AtHead:
         decided = choose(None) if call.see is not None else None
 
         def at_head(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
@@ -150,7 +150,7 @@ class Seam:
 
         return at_head
 
-    def _reached(self, call: Call, cut: Cut, at_head: AtHead) -> ComputePass | HoldPass:
+    def _reached(self, call: Call, cut: Stack, at_head: AtHead) -> ComputePass | HoldPass:
         """Run to the head and no further: a compiled forward cannot wait for a decision in its middle."""
 
         def stop(block: nn.Module, arguments: dict[str, Any]) -> ComputePass | HoldPass:
@@ -183,7 +183,7 @@ class Seam:
         """Hold the step that was just computed: it must give the same. Lumped residuals first, they are fewer."""
         reports: list[ReplayReport] = []
         options = [computed_held]
-        if isinstance(computed_held, Residuals) and choice.cut.groups < len(choice.cut.chains):
+        if isinstance(computed_held, Residuals) and choice.cut.group_count < len(choice.cut.segments):
             options.insert(0, computed_held.lumped())
         for option in options:
             run = choice.holding(option, WHOLE_WAY)
@@ -237,7 +237,7 @@ class Seam:
             return way
         return way if same_bits(through(choice.computing(way), way), computed) else WHOLE_WAY
 
-    def context(self, call: Call, cut: Cut, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
+    def context(self, call: Call, cut: Stack, block: Mapping[str, Any], signal: torch.Tensor) -> CacheContext:
         """What crosses the seam at the head.
 
         In the loop the model's own forward runs the blocks and what follows them; the two callables do the same

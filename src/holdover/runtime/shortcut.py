@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..models.arguments import tensors_in
-from ..models.cut import Cut
+from ..models.graph import Stack
+from ..models.inputs import iter_tensors
 from .feeders import Feeders, Origin, TouchedError, Unrun
 from .places import places
 from .replay import relative_error
@@ -38,18 +38,18 @@ WHOLE_WAY = Shortcut({}, Feeders({}), frozenset())
 OWN_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
 
 
-def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) -> Shortcut:
+def shortcut(cut: Stack, begin: int, feeders: Feeders, output: Any, held: Held) -> Shortcut:
     """The furthest way that is left out of a held forward and changes no bit of the output it had the whole way.
 
     `held` runs one. Children of the transformer and streams are left in as someone looks into what they would bring;
     a model that does not expect its loop to end early goes the whole way.
     """
-    whole = list(tensors_in([output]))
-    beside = frozenset(chain.group for chain in cut.chains) - cut.main_groups
+    whole = list(iter_tensors([output]))
+    beside = frozenset(chain.group for chain in cut.segments) - cut.main_groups
     way = Shortcut(_lengths(cut, begin), feeders, beside)
     while whole:
         try:
-            short = list(tensors_in([held(way)]))
+            short = list(iter_tensors([held(way)]))
         except TouchedError as touched:
             way = way.but(touched.origins)
             continue
@@ -64,11 +64,11 @@ def shortcut(cut: Cut, begin: int, feeders: Feeders, output: Any, held: Held) ->
 
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two outputs are the same, bit for bit."""
-    pairs = list(zip(tensors_in([one]), tensors_in([other]), strict=True))
+    pairs = list(zip(iter_tensors([one]), iter_tensors([other]), strict=True))
     return all(a.dtype == b.dtype and relative_error(a, b) == 0.0 for a, b in pairs)
 
 
-def _lengths(cut: Cut, begin: int) -> dict[str, int]:
+def _lengths(cut: Stack, begin: int) -> dict[str, int]:
     """How many blocks of each list a held forward must call; a list that is not called in order is left alone."""
     calls: dict[str, list[tuple[int, bool]]] = {}
     for place in places(cut, begin):

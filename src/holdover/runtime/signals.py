@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..grid import Grid
-from ..models.family import TimeSignal
-from ..models.wrapping import gathered
+from ..models.inputs import gather_weights
+from ..models.registry import TimeSignal
 from .clock import noisiest
 from .unit import Unit
 
@@ -49,7 +49,7 @@ def plan_changes(unit: Unit, signal: TimeSignal, grid: Grid, step: int, timestep
     if scale is None:
         return None
     times = torch.tensor(grid.noise, dtype=torch.float32) * scale
-    with gathered(unit.core):
+    with gather_weights(unit.core):
         rows = signal(unit.core, times.to(_device(unit, timestep), timestep.dtype)).flatten(1)
     changes = (rows[1:] - rows[:-1]).abs().mean(1) / rows[:-1].abs().mean(1)
     return PlannedChanges((0.0, *(float(c) for c in changes.float().tolist())))
@@ -65,7 +65,7 @@ def time_signal(unit: Unit, signal: TimeSignal, timestep: Any) -> torch.Tensor |
     value = noisiest(timestep, unit.family.time_runs_up)
     if value is None or not isinstance(timestep, torch.Tensor):
         return None
-    with gathered(unit.core):
+    with gather_weights(unit.core):
         return signal(unit.core, torch.tensor([value], device=_device(unit, timestep), dtype=timestep.dtype))
 
 

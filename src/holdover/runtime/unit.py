@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.arguments import ForwardArguments
-from ..models.cut import Cut
-from ..models.extractors import extractor_of
-from ..models.lists import block_lists
-from ..models.registry import family_of
-from ..models.wrapping import class_of, unwrapped
+from ..models.graph import Stack
+from ..models.inputs import ForwardSignature, get_module_class, unwrap_module
+from ..models.registry import find_extractor, get_family
+from ..models.trace import find_block_lists
 from .adopt import Adoptions
 from .clock import NO_HINT, Hint
 from .compiled import is_compiled, kept_out
@@ -38,7 +36,7 @@ class CutChoice:
     and what a held step may leave out.
     """
 
-    cut: Cut
+    cut: Stack
     begin: int  # the call at which holding may start
     passes: Passes
     graphable: bool
@@ -77,11 +75,11 @@ class Unit:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.core: nn.Module = unwrapped(module)
-        self.family = family_of(self.core)
-        self.extractor = extractor_of(self.core)
-        self.arguments = ForwardArguments(self.core, self.family.conditioning)
-        self.lists = block_lists(self.core)
+        self.core: nn.Module = unwrap_module(module)
+        self.family = get_family(self.core)
+        self.extractor = find_extractor(self.core)
+        self.arguments = ForwardSignature(self.core, self.family.conditioning)
+        self.lists = find_block_lists(self.core)
         self.cuts: Recent[Any, CutChoice] = Recent(KINDS)
         self.hint: Hint = NO_HINT
         self.running: Pass | None = None
@@ -95,7 +93,7 @@ class Unit:
 
     @property
     def class_name(self) -> str:
-        return class_of(self.core).__name__
+        return get_module_class(self.core).__name__
 
     @property
     def device(self) -> torch.device | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..models.arguments import shapes, structure
+from ..models.inputs import describe_structure, describe_tensors
 from ..policies.base import NOTHING_HELD, Decision
 from .calls import Call, Outcome
 from .generation import Generation
@@ -28,10 +28,10 @@ class Visit:
     ) -> None:
         self._generation, self._unit, self._branch, self._step = generation, unit, branch, step
         self._method = generation.method
-        self._timestep = unit.arguments.timestep(arguments)
-        self._kind = structure(arguments)
+        self._timestep = unit.arguments.get_timestep(arguments)
+        self._kind = describe_structure(arguments)
         self.track = generation.track(unit, branch)
-        self._misfit = self.track.refit((self._kind, shapes(arguments)))
+        self._misfit = self.track.refit((self._kind, describe_tensors(arguments)))
         self._signal = self._method.signal(unit) if self.track.policy.needs_signal else None
         self._planned = self._plan()
         self._late = self._method.reads_late and self._planned is None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModelError
-from ..models.arguments import tensors_in
-from ..models.registry import INPUT
+from ..models.inputs import iter_tensors
+from ..models.registry import INPUT_SIGNAL
 from .calls import Call, Outcome
 from .exchange import agreed, known_to_all
 from .outputs import mapped
@@ -80,12 +80,12 @@ class WholeSeam:
         """What enters: the only signal there is without a cut."""
         if call.signal is None:
             return None
-        if call.signal is not INPUT.of_block:
+        if call.signal is not INPUT_SIGNAL.of_block:
             raise UnsupportedModelError(
                 f"No cut through this {self._unit.class_name} can be traced, so its blocks' signal cannot be read. "
                 'Measure coefficients with signal="input" and use them.'
             )
-        return next(tensors_in([*call.args, *call.kwargs.values()]))
+        return next(iter_tensors([*call.args, *call.kwargs.values()]))
 
     def _check(self, call: Call, held: HeldOutput) -> None:
         """The model must give the same for the same input: one with a memory of its own must not be held."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Config
-from ..models.wrapping import class_of, unwrapped
+from ..models.inputs import get_module_class, unwrap_module
 from ..runtime.backend import SeamBackend, transformers_of
 from .config import UNNAMED, TeaCacheConfig
 from .method import TeaCacheMethod
@@ -28,7 +28,7 @@ class TeaCacheBackend(SeamBackend):
         assert isinstance(self.settings, TeaCacheConfig)
         if self.settings.transformer_type != UNNAMED:
             return self.settings
-        return self.settings.replaced(transformer_type=class_of(unwrapped(transformer)).__name__)
+        return self.settings.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
 
     def method(self, settings: Config) -> TeaCacheMethod:
         assert isinstance(settings, TeaCacheConfig)

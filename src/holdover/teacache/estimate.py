@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..grid import Grid
-from ..models.arguments import tensors_in
-from ..models.family import Signal
+from ..models.inputs import iter_tensors
+from ..models.registry import Signal
 from ..policies.static import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
 from ..runtime.backend import transformers_of
@@ -58,7 +58,7 @@ class SignalMeasure(Method):
 
     def observe(self, computed: Computed) -> None:
         pairs = self.pairs.setdefault((computed.unit.name, computed.branch), _Pairs())
-        output = next(tensors_in(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
+        output = next(iter_tensors(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
         if computed.change is not None and pairs.previous is not None:
             pairs.signal.append(float(computed.change))
             pairs.output.append(float(relative_change(output.float(), pairs.previous)))

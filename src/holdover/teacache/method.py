@@ -9,8 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError, HoldoverWarning, did_you_mean
 from ..grid import Grid
-from ..models.family import Signal
-from ..models.registry import INPUT
+from ..models.registry import INPUT_SIGNAL, Signal
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from ..runtime.method import Method
@@ -51,9 +50,9 @@ def resolve_signal(unit: Unit, name: str | None) -> Signal:
     signal = unit.family.signal(name)
     if signal is not None:
         return signal
-    if name in (None, INPUT.name):
-        return INPUT
-    known = [s.name for s in unit.family.signals] + [INPUT.name]
+    if name in (None, INPUT_SIGNAL.name):
+        return INPUT_SIGNAL
+    known = [s.name for s in unit.family.signals] + [INPUT_SIGNAL.name]
     hint = did_you_mean(name or "", known) or f" It has {', '.join(known)}."
     raise ConfigError(f"{unit.class_name} has no signal {name!r}.{hint}")
 
