@@ -120,9 +120,21 @@ def animate2(draw: Draw, batch: int, size: int, frames: int) -> dict[str, Any]:
     }
 
 
+def create_masks_eagerly(transformer: Any) -> None:
+    """Keep diffusers from compiling the function that creates the block mask, which takes half a minute."""
+    create_mask = transformer.create_mask
+
+    def create_mask_eagerly(*args: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return create_mask(*args)
+
+    transformer.create_mask = create_mask_eagerly
+
+
 @video(
     "WanAnimate2Transformer3DModel",
     ANIMATE2,
+    prepare=create_masks_eagerly,
     note="reads a KV cache of the driving video; keeps block masks and rotary tables on itself",
 )
 def wan_animate2(draw: Draw, batch: int, size: int) -> dict[str, Any]:

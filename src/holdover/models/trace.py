@@ -152,9 +152,9 @@ class Trace:
                     streams.setdefault(slot, key)
         for slot in range(max(len(call.outputs) for call in calls)):
             if slot not in streams:
-                key = _match_by_shape(slot, calls, traced, taken=set(streams.values()))
-                if key is not None:
-                    streams[slot] = key
+                match = _match_by_shape(slot, calls, traced, taken=set(streams.values()))
+                if match is not None:
+                    streams[slot] = match
         return {slot: key for slot, key in streams.items() if _preserves_shape(slot, key, calls)}
 
 
