@@ -17,8 +17,7 @@ from typing import Any
 
 from holdover.base import CacheBackend
 from holdover.config import Config, allowed_values
-from holdover.models.family import Family
-from holdover.models.registry import families_declared
+from holdover.models.registry import Family, list_families
 from holdover.profiles import MagCacheProfile, MethodProfile, TeaCacheProfile, shipped
 from holdover.selector import config_class
 from holdover.stats import GenerationStats, Stats
@@ -257,7 +256,7 @@ def settings(method: str) -> str:
 
 def families() -> list[Family]:
     """The shipped declarations, each once, by name."""
-    found = {family.name: family for family in families_declared().values()}
+    found = {family.name: family for family in list_families().values()}
     return sorted(found.values(), key=lambda family: family.name.lower())
 
 

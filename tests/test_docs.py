@@ -25,7 +25,7 @@ import holdover
 from holdover import selector
 from holdover.cli import app
 from holdover.magcache import strategy
-from holdover.models import extractors, registry
+from holdover.models import registry
 from tiny.prompted import prompted_flux, prompted_wan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,8 +67,8 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """What a page registers is gone after it, what it writes goes to a temporary folder, and libraries are quiet."""
     for module, name in (
         (selector, "BACKENDS"),
-        (registry, "_registered"),
-        (extractors, "EXTRACTOR_REGISTRY"),
+        (registry, "FAMILY_REGISTRY"),
+        (registry, "EXTRACTOR_REGISTRY"),
         (strategy, "_strategies"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))

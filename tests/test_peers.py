@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxPipeline
 
 import holdover
-from holdover.models.arguments import tensors_in
+from holdover.models.inputs import iter_tensors
 from tiny.models import MODELS, with_timestep
 from tiny.pipelines import PIPELINES, run
 
@@ -17,7 +17,7 @@ MAG = {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5, "mag_max_skip_steps": 2,
 
 
 def first(output):
-    return next(tensors_in(output))
+    return next(iter_tensors(output))
 
 
 @pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinPipeline"])

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from .errors import UntraceableError as UntraceableError
     from .magcache import MagCacheBackend as MagCacheBackend
     from .magcache import MagCacheConfig as MagCacheConfig
-    from .models.extractors import register_extractor as register_extractor
-    from .models.extractors import unregister_extractor as unregister_extractor
-    from .models.family import Family as Family
-    from .models.family import Signal as Signal
+    from .models.registry import Family as Family
+    from .models.registry import Signal as Signal
+    from .models.registry import register_extractor as register_extractor
     from .models.registry import register_family as register_family
+    from .models.registry import unregister_extractor as unregister_extractor
     from .models.registry import unregister_family as unregister_family
     from .plan import PlanBackend as PlanBackend
     from .plan import PlanConfig as PlanConfig
@@ -77,9 +77,14 @@ _HOMES = {
         "UntraceableError",
     ),
     "magcache": ("MagCacheBackend", "MagCacheConfig"),
-    "models.extractors": ("register_extractor", "unregister_extractor"),
-    "models.family": ("Family", "Signal"),
-    "models.registry": ("register_family", "unregister_family"),
+    "models.registry": (
+        "Family",
+        "Signal",
+        "register_extractor",
+        "register_family",
+        "unregister_extractor",
+        "unregister_family",
+    ),
     "plan": ("PlanBackend", "PlanConfig"),
     "profiles": ("Profile",),
     "prompt_embed_cache": (

@@ -9,8 +9,7 @@ from importlib import resources
 from typing import Any
 
 from .errors import HoldoverError, did_you_mean
-from .models.family import Family, never, one_expert
-from .models.registry import families_declared
+from .models.registry import Family, allow_hold, handle_all_steps, list_families
 from .profiles import shipped
 
 
@@ -86,7 +85,7 @@ def support_of(name: str) -> Support:
 
 
 def _row(name: str) -> Support:
-    measured, family = _measured()["classes"][name], families_declared().get(name)
+    measured, family = _measured()["classes"][name], list_families().get(name)
     signals = tuple(s.name for s in family.signals) if family is not None else ()
     return Support(
         name=name,
@@ -109,8 +108,8 @@ def declared(family: Family) -> str:
     """What a family says that no trace can show, in words."""
     facts = {
         f"the signal is read at {family.head}": family.head is not None,
-        "passes that write a cache of their own are never held": family.must_compute is not never,
-        "two experts, each with its own steps": family.range_of is not one_expert,
+        "passes that write a cache of their own are never held": family.must_compute is not allow_hold,
+        "two experts, each with its own steps": family.range_of is not handle_all_steps,
         "the model is given 1 - t": family.time_runs_up,
         f"branches are told apart by {', '.join(family.conditioning)}": bool(family.conditioning),
         family.notes: bool(family.notes),

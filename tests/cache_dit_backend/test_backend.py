@@ -17,7 +17,7 @@ from holdover.base import DiffusionCacheConfig
 from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
 from holdover.cache_dit_backend.contexts import Restart
 from holdover.cache_dit_backend.library import quiet, steps_mask
-from holdover.models.arguments import tensors_in
+from holdover.models.inputs import iter_tensors
 from holdover.stats import Stats
 from snapshots import denoiser, differences, snapshot
 from tiny.models import MODELS, with_timestep
@@ -29,7 +29,7 @@ FLUX = "FluxTransformer2DModel"
 
 
 def first(output):
-    return next(tensors_in(output))
+    return next(iter_tensors(output))
 
 
 def masked(steps: int) -> str:

@@ -240,4 +240,4 @@ def test_one_residual_a_stream_is_held_and_no_more(name):
         cuts = list(cache.engine.units[0].cuts.values())
         assert cache.stats().last.peak_bytes > 0
     assert len(cuts) == 1
-    assert cuts[0].cut.groups == len(cuts[0].cut.chains) == STREAMS[name]
+    assert cuts[0].cut.group_count == len(cuts[0].cut.segments) == STREAMS[name]

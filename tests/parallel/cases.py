@@ -11,7 +11,7 @@ from torch import nn
 
 import holdover
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
-from holdover.models.registry import family_of
+from holdover.models.registry import get_family
 from holdover.plan.guard import Guard
 from holdover.runtime.ranks import Groups
 from plan.trajectories import falling, kernel_of, outputs
@@ -108,7 +108,7 @@ def two_processes(methods: dict[str, dict[str, Any]]) -> Found:
 
 def parted_signal(threshold: float) -> tuple[dict[str, str], list[float]]:
     """The tokens of one rank change more than those of the other: what was decided, and what this rank alone saw."""
-    own = family_of(build("flux").transformer).signal()
+    own = get_family(build("flux").transformer).signal()
     assert own is not None
     assert own.of_block is not None
     seen: list[torch.Tensor] = []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import holdover
-from holdover.models.extractors import unregister_extractor
+from holdover.models.registry import unregister_extractor
 from holdover.profiles import TeaCacheProfile, load
 from holdover.teacache import CacheContext, TeaCacheConfig, estimate_coefficients
 from holdover.teacache.estimate import fit_polynomial

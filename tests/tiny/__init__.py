@@ -1,1 +1,1 @@
-"""Tiny, real, randomly initialised models and pipelines, for tests."""
+"""Tiny, real, randomly initialized models and pipelines, for tests."""

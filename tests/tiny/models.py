@@ -1,4 +1,4 @@
-"""Tiny instances of every transformer class of diffusers, by name, for tests that want all of them."""
+"""Tiny instances of every transformer class of diffusers, by name, for tests that run all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pkgutil
 import diffusers.models.transformers
 from diffusers import ModelMixin
 
-from .models_image import TinyModel, image, with_timestep
+from .builder import TinyModel, with_timestep
+from .models_image import image
 from .models_other import other
 from .models_video import video
 

@@ -1,13 +1,9 @@
-"""Tiny text-to-image transformers of the large families, and the kit that every tiny model is made with."""
+"""Tiny text-to-image transformers of the large families."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import diffusers
 import torch
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
@@ -17,166 +13,40 @@ from diffusers.models.transformers.transformer_flux2 import (
     Flux2KVParallelSelfAttnProcessor,
 )
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
-from torch import Tensor, nn
+from torch import Tensor
 
-TEXT = 5  # text tokens of every model
-NOISE = 0.7  # the noise level that inputs are drawn at
+from .builder import (
+    AXES,
+    HEADS,
+    NOISE,
+    TEXT,
+    InputSampler,
+    ModelRegistry,
+    at,
+    grid_ids,
+    latent_side,
+    mask,
+    token_side,
+)
 
+image = ModelRegistry()
 
-class Draw:
-    """A seeded source of input tensors."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def ints(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=self.generator)
-
-
-DrawInputs = Callable[[Draw, int, int], dict[str, Any]]
-D = TypeVar("D", bound=Callable[..., dict[str, Any]])
-
-
-@dataclass(frozen=True)
-class TinyModel:
-    """A real diffusers transformer, a few thousand weights wide, and what its pipeline would feed it."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    inputs: Callable[..., dict[str, Any]]
-    latent: str = "hidden_states"
-    timestep: str = "timestep"  # "" for a model that takes none
-    timestep_scale: float = 1000.0
-    timestep_flipped: bool = False  # the model counts from noise (0) to data
-    timestep_too: tuple[str, ...] = ()  # further inputs that carry the same value
-    note: str = ""
-
-
-def timestep_value(model: TinyModel, t: float) -> float:
-    """What the model calls noise level t: 1 is pure noise, 0 is data."""
-    return model.timestep_scale * (1.0 - t if model.timestep_flipped else t)
-
-
-def with_timestep(model: TinyModel, inputs: dict[str, Any], t: float) -> dict[str, Any]:
-    """A copy of inputs at noise level t in (0, 1]; tokens that are clean by construction stay clean."""
-    if not 0.0 < t <= 1.0:
-        raise ValueError(f"t is a noise level in (0, 1], got {t}")
-    names = (model.timestep, *model.timestep_too) if model.timestep else ()
-    clean, value = timestep_value(model, 0.0), timestep_value(model, t)
-    moved = {name: torch.where(inputs[name] == clean, inputs[name], value) for name in names}
-    return inputs | {name: moved[name].to(inputs[name].dtype) for name in names}
-
-
-def build(name: str, config: dict[str, Any], prepare: Callable[[nn.Module], None] | None) -> nn.Module:
-    """The same weights at every call, without touching the caller's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model: nn.Module = getattr(diffusers, name)(**config)
-        if prepare is not None:
-            prepare(model)
-        wake(model)
-    return model.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def wake(model: nn.Module) -> None:
-    """Make every weight matter to the output: a fresh model hides most of itself.
-
-    Constant parameters get noise, since zero gates and output layers shut off what lies before them. Matrices
-    keep the variance of their input, where PyTorch's own start would shrink it to a third, gate after gate.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            module.weight.mul_(3**0.5)
-    for parameter in model.parameters():
-        if parameter.min() == parameter.max():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def draw_inputs(draw: DrawInputs, batch: int = 1, seed: int = 0, size: int = 0) -> dict[str, Any]:
-    return draw(Draw(seed), batch, size)
-
-
-@dataclass(frozen=True)
-class Family:
-    """A register of models, used as a decorator on what draws their inputs."""
-
-    models: dict[str, TinyModel] = field(default_factory=dict)
-
-    def __call__(
-        self,
-        name: str,
-        config: dict[str, Any],
-        prepare: Callable[[nn.Module], None] | None = None,
-        **fields: Any,
-    ) -> Callable[[D], D]:
-        def register(draw: D) -> D:
-            maker = partial(build, name.partition("[")[0], config, prepare)
-            self.models[name] = TinyModel(name, maker, partial(draw_inputs, draw), **fields)
-            return draw
-
-        return register
-
-
-def at(batch: int, value: float) -> Tensor:
-    """One timestep per sample."""
-    return torch.full((batch,), value)
-
-
-def mask(batch: int, length: int = TEXT) -> Tensor:
-    """Which tokens are not padding: every second prompt is one token shorter."""
-    lengths = torch.tensor([length - row % 2 for row in range(batch)])
-    return torch.arange(length)[None] < lengths[:, None]
-
-
-def latent_side(size: int) -> tuple[int, int]:
-    """Height and width in latent pixels."""
-    return 8, 8 + 4 * size
-
-
-def token_side(size: int) -> tuple[int, int]:
-    """Height and width in tokens of 2x2 latent pixels."""
-    return 4, 4 + 2 * size
-
-
-def grid_ids(height: int, width: int, axes: int = 3) -> Tensor:
-    """Position ids of an image: row and column in axes 1 and 2."""
-    ids = torch.zeros(height, width, axes)
-    ids[..., 1] = torch.arange(height)[:, None]
-    ids[..., 2] = torch.arange(width)
-    return ids.flatten(0, 1)
-
-
-def rotary(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of a one-axis rotary embedding."""
-    frequencies = 100.0 ** -torch.linspace(0, 1, dim // 2)
-    angles = torch.outer(torch.arange(tokens), frequencies).repeat_interleave(2, dim=1)
-    return angles.cos(), angles.sin()
-
-
-image = Family()
-
-HEADS: dict[str, Any] = {"attention_head_dim": 16, "num_attention_heads": 2}
-AXES = (4, 6, 6)
 JOINT = HEADS | {"in_channels": 16, "joint_attention_dim": 24, "axes_dims_rope": AXES}
 TWO_STACKS = JOINT | {"num_layers": 3, "num_single_layers": 3}
 DEEP_STACKS = JOINT | {"num_layers": 4, "num_single_layers": 4}
 
 
-def residuals(draw: Draw, count: int, batch: int, tokens: int) -> list[Tensor]:
-    """What a ControlNet adds to the hidden states."""
-    return [0.3 * draw(batch, tokens, 32) for _ in range(count)]
+def residuals(sample: InputSampler, count: int, batch: int, tokens: int) -> list[Tensor]:
+    """Residuals of a ControlNet."""
+    return [0.3 * sample(batch, tokens, 32) for _ in range(count)]
 
 
-def packed(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    """Inputs of the FLUX line: latents as a sequence, positions as ids, the timestep in [0, 1]."""
+def packed(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    """Inputs of the FLUX models: latents as a sequence, positions as ids, the timestep in [0, 1]."""
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, height * width, 16),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, height * width, 16),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "timestep": at(batch, NOISE),
         "img_ids": grid_ids(height, width),
         "txt_ids": torch.zeros(TEXT, 3),
@@ -199,9 +69,9 @@ POOLED: dict[str, Any] = {"pooled_projection_dim": 12, "guidance_embeds": True}
     timestep_scale=1.0,
 )
 @image("FluxTransformer2DModel", TWO_STACKS | POOLED, timestep_scale=1.0)
-def flux(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    extra = {"pooled_projections": draw(batch, 12), "guidance": at(batch, 3.5)}
-    return packed(draw, batch, size) | extra
+def flux(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    extra = {"pooled_projections": sample(batch, 12), "guidance": at(batch, 3.5)}
+    return packed(sample, batch, size) | extra
 
 
 @image(
@@ -210,12 +80,12 @@ def flux(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="two residuals for four blocks, in both stacks",
 )
-def flux_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[str, Any]:
-    inputs = flux(draw, batch, size)
+def flux_controlnet(sample: InputSampler, batch: int, size: int, count: int = 2) -> dict[str, Any]:
+    inputs = flux(sample, batch, size)
     tokens = inputs["hidden_states"].shape[1]
     return inputs | {
-        "controlnet_block_samples": residuals(draw, count, batch, tokens),
-        "controlnet_single_block_samples": residuals(draw, count, batch, tokens),
+        "controlnet_block_samples": residuals(sample, count, batch, tokens),
+        "controlnet_single_block_samples": residuals(sample, count, batch, tokens),
     }
 
 
@@ -223,10 +93,10 @@ def flux_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[s
     "FluxTransformer2DModel[controlnet_full]",
     TWO_STACKS | POOLED,
     timestep_scale=1.0,
-    note="one residual for every block",
+    note="one residual per block",
 )
-def flux_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return flux_controlnet(draw, batch, size, count=3)
+def flux_controlnet_full(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return flux_controlnet(sample, batch, size, count=3)
 
 
 def add_ip_adapter(model: Any) -> None:
@@ -242,9 +112,9 @@ def add_ip_adapter(model: Any) -> None:
     timestep_scale=1.0,
     note="the processors of the double blocks hold weights",
 )
-def flux_ip_adapter(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    embeds = {"ip_adapter_image_embeds": [draw(batch, 1, 20)]}
-    return flux(draw, batch, size) | {"joint_attention_kwargs": embeds}
+def flux_ip_adapter(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    embeds = {"ip_adapter_image_embeds": [sample(batch, 1, 20)]}
+    return flux(sample, batch, size) | {"joint_attention_kwargs": embeds}
 
 
 # FLUX.2 and FLUX.3
@@ -253,9 +123,9 @@ FLUX2 = TWO_STACKS | {"timestep_guidance_channels": 32, "mlp_ratio": 2.0, "axes_
 
 
 @image("Flux2Transformer2DModel", FLUX2, timestep_scale=1.0)
-def flux2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def flux2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     ids = {"img_ids": grid_ids(*token_side(size), axes=4), "txt_ids": torch.zeros(TEXT, 4)}
-    return packed(draw, batch, size) | ids | {"guidance": at(batch, 4.0)}
+    return packed(sample, batch, size) | ids | {"guidance": at(batch, 4.0)}
 
 
 def use_kv_processors(model: Any) -> None:
@@ -270,14 +140,14 @@ def use_kv_processors(model: Any) -> None:
     FLUX2,
     use_kv_processors,
     timestep_scale=1.0,
-    note="writes a KV cache: four reference tokens stand before the latents and are cut off the output",
+    note="writes a KV cache: four reference tokens come before the latents and are not in the output",
 )
-def flux2_extract(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = flux2(draw, batch, size)
+def flux2_extract(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = flux2(sample, batch, size)
     reference_ids = grid_ids(2, 2, axes=4)
     reference_ids[:, 0] = 10
     return inputs | {
-        "hidden_states": torch.cat([draw(batch, 4, 16), inputs["hidden_states"]], dim=1),
+        "hidden_states": torch.cat([sample(batch, 4, 16), inputs["hidden_states"]], dim=1),
         "img_ids": torch.cat([reference_ids, inputs["img_ids"]]),
         "kv_cache_mode": "extract",
         "num_ref_tokens": 4,
@@ -291,12 +161,12 @@ def flux2_extract(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="reads a KV cache of four tokens",
 )
-def flux2_cached(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def flux2_cached(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     cache = Flux2KVCache(num_double_layers=3, num_single_layers=3)
     cache.num_ref_tokens = 4
     for layer in [*map(cache.get_double, range(3)), *map(cache.get_single, range(3))]:
-        layer.store(draw(batch, 4, 2, 16), draw(batch, 4, 2, 16))
-    return flux2(draw, batch, size) | {"kv_cache": cache, "kv_cache_mode": "cached"}
+        layer.store(sample(batch, 4, 2, 16), sample(batch, 4, 2, 16))
+    return flux2(sample, batch, size) | {"kv_cache": cache, "kv_cache_mode": "cached"}
 
 
 @image(
@@ -305,23 +175,23 @@ def flux2_cached(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="image_cond tokens run through their own stack, held in a ModuleDict",
 )
-def flux3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return packed(draw, batch, size) | {
+def flux3(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return packed(sample, batch, size) | {
         "img_ids": grid_ids(*token_side(size), axes=4),
         "txt_ids": torch.zeros(TEXT, 4),
-        "image_cond_hidden_states": draw(batch, 4, 12),
+        "image_cond_hidden_states": sample(batch, 4, 12),
         "image_cond_ids": grid_ids(2, 2, axes=4),
     }
 
 
-# Relatives of FLUX.1
+# Models built like FLUX.1
 
 CHROMA: dict[str, Any] = {"approximator_hidden_dim": 32, "approximator_layers": 2}
 
 
 @image("ChromaTransformer2DModel", TWO_STACKS | CHROMA, timestep_scale=1.0)
-def chroma(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = packed(draw, batch, size)
+def chroma(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = packed(sample, batch, size)
     seen = torch.cat([mask(batch), torch.ones(inputs["hidden_states"].shape[:2], dtype=torch.bool)], dim=1)
     return inputs | {"attention_mask": seen.float()}
 
@@ -332,18 +202,18 @@ def chroma(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="the model writes into the outputs of its single blocks",
 )
-def chroma_controlnet(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = chroma(draw, batch, size)
+def chroma_controlnet(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = chroma(sample, batch, size)
     tokens = inputs["hidden_states"].shape[1]
     return inputs | {
-        "controlnet_block_samples": residuals(draw, 2, batch, tokens),
-        "controlnet_single_block_samples": residuals(draw, 2, batch, tokens),
+        "controlnet_block_samples": residuals(sample, 2, batch, tokens),
+        "controlnet_single_block_samples": residuals(sample, 2, batch, tokens),
     }
 
 
 @image("BriaTransformer2DModel", TWO_STACKS)
-def bria(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return packed(draw, batch, size) | {"timestep": at(batch, 1000 * NOISE)}
+def bria(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return packed(sample, batch, size) | {"timestep": at(batch, 1000 * NOISE)}
 
 
 @image(
@@ -351,26 +221,26 @@ def bria(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     DEEP_STACKS,
     note="the model writes into the outputs of its single blocks, past as many tokens as the text has",
 )
-def bria_controlnet(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = bria(draw, batch, size)
+def bria_controlnet(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = bria(sample, batch, size)
     tokens = inputs["hidden_states"].shape[1]
     return inputs | {
-        "controlnet_block_samples": residuals(draw, 2, batch, tokens),
-        "controlnet_single_block_samples": residuals(draw, 2, batch, tokens - TEXT),
+        "controlnet_block_samples": residuals(sample, 2, batch, tokens),
+        "controlnet_single_block_samples": residuals(sample, 2, batch, tokens - TEXT),
     }
 
 
 @image("BriaFiboTransformer2DModel", TWO_STACKS | {"text_encoder_dim": 20})
-def bria_fibo(draw: Draw, batch: int, size: int, layers: int = 6) -> dict[str, Any]:
-    return bria(draw, batch, size) | {"text_encoder_layers": [draw(batch, TEXT, 20) for _ in range(layers)]}
+def bria_fibo(sample: InputSampler, batch: int, size: int, layers: int = 6) -> dict[str, Any]:
+    return bria(sample, batch, size) | {"text_encoder_layers": [sample(batch, TEXT, 20) for _ in range(layers)]}
 
 
 @image(
     "BriaFiboTransformer2DModel[deep]",
     JOINT | {"num_layers": 4, "num_single_layers": 6, "text_encoder_dim": 20},
 )
-def bria_fibo_deep(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return bria_fibo(draw, batch, size, layers=10)
+def bria_fibo_deep(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return bria_fibo(sample, batch, size, layers=10)
 
 
 image("LongCatImageTransformer2DModel", TWO_STACKS, timestep_scale=1.0)(packed)
@@ -383,11 +253,11 @@ QWEN = JOINT | {"patch_size": 2, "out_channels": 4, "num_layers": 3}
 
 
 @image("QwenImageTransformer2DModel", QWEN, timestep_scale=1.0)
-def qwen(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def qwen(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, height * width, 16),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, height * width, 16),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_hidden_states_mask": mask(batch),
         "timestep": at(batch, NOISE),
         "img_shapes": [[(1, height, width)]] * batch,
@@ -400,10 +270,10 @@ def qwen(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="four clean tokens of an image follow the latents, modulated as at t=0",
 )
-def qwen_edit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = qwen(draw, batch, size)
+def qwen_edit(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = qwen(sample, batch, size)
     return inputs | {
-        "hidden_states": torch.cat([inputs["hidden_states"], draw(batch, 4, 16)], dim=1),
+        "hidden_states": torch.cat([inputs["hidden_states"], sample(batch, 4, 16)], dim=1),
         "img_shapes": [[*shapes, (1, 2, 2)] for shapes in inputs["img_shapes"]],
     }
 
@@ -414,15 +284,15 @@ def qwen_edit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="two residuals for four blocks",
 )
-def qwen_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[str, Any]:
-    inputs = qwen(draw, batch, size)
+def qwen_controlnet(sample: InputSampler, batch: int, size: int, count: int = 2) -> dict[str, Any]:
+    inputs = qwen(sample, batch, size)
     tokens = inputs["hidden_states"].shape[1]
-    return inputs | {"controlnet_block_samples": residuals(draw, count, batch, tokens)}
+    return inputs | {"controlnet_block_samples": residuals(sample, count, batch, tokens)}
 
 
-@image("QwenImageTransformer2DModel[controlnet_full]", QWEN, timestep_scale=1.0, note="one residual a block")
-def qwen_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return qwen_controlnet(draw, batch, size, count=3)
+@image("QwenImageTransformer2DModel[controlnet_full]", QWEN, timestep_scale=1.0, note="one residual per block")
+def qwen_controlnet_full(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return qwen_controlnet(sample, batch, size, count=3)
 
 
 QWEN21 = HEADS | {
@@ -441,14 +311,14 @@ QWEN21 |= {"axes_dims_rope": AXES}
     timestep_scale=1.0,
     note="text, a condition image of four tokens and the latents in one sequence, all of it in the output",
 )
-def qwen21(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def qwen21(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     slots = torch.zeros(batch, TEXT + 1 + height * width // 4, dtype=torch.bool)
     slots[:, 2] = True
     slots[:, TEXT + 1 :] = True
     return {
-        "hidden_states": draw(batch, 4 + height * width, 16),
-        "encoder_hidden_states": draw(batch, TEXT + 1, 24),
+        "hidden_states": sample(batch, 4 + height * width, 16),
+        "encoder_hidden_states": sample(batch, TEXT + 1, 24),
         "encoder_hidden_states_mask": mask(batch, TEXT + 1),
         "timestep": at(batch, NOISE),
         "img_shapes": [[(1, 2, 2), (1, height, width)]] * batch,
@@ -457,21 +327,21 @@ def qwen21(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 
 @image("QwenImage21Transformer2DModel[kv]", QWEN21, timestep_scale=1.0, note="writes the prefix into a KV cache")
-def qwen21_extract(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return qwen21(draw, batch, size) | {"kv_cache": QwenImage21KVCache(3), "kv_cache_mode": "extract"}
+def qwen21_extract(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return qwen21(sample, batch, size) | {"kv_cache": QwenImage21KVCache(3), "kv_cache_mode": "extract"}
 
 
 @image(
     "QwenImage21Transformer2DModel[kv_cached]",
     QWEN21,
     timestep_scale=1.0,
-    note="reads the prefix from a KV cache: neither the text nor the condition image is looked at",
+    note="reads the prefix from a KV cache: the text and the condition image are ignored",
 )
-def qwen21_cached(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def qwen21_cached(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     cache = QwenImage21KVCache(3)
     for layer in cache.layer_caches:
-        layer.store(draw(batch, TEXT + 4, 2, 16), draw(batch, TEXT + 4, 2, 16))
-    return qwen21(draw, batch, size) | {"kv_cache": cache, "kv_cache_mode": "cached"}
+        layer.store(sample(batch, TEXT + 4, 2, 16), sample(batch, TEXT + 4, 2, 16))
+    return qwen21(sample, batch, size) | {"kv_cache": cache, "kv_cache_mode": "cached"}
 
 
 # Stable Diffusion 3, AuraFlow, Sana
@@ -483,11 +353,11 @@ SD3 |= {"pooled_projection_dim": 12, "pos_embed_max_size": 12}
 
 @image("SD3Transformer2DModel[3.5]", SD3 | {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"})
 @image("SD3Transformer2DModel", SD3)
-def sd3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def sd3(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
-        "pooled_projections": draw(batch, 12),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
+        "pooled_projections": sample(batch, 12),
         "timestep": at(batch, 1000 * NOISE),
     }
 
@@ -497,20 +367,20 @@ def sd3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     SD3 | {"num_layers": 4},
     note="skip-layer guidance leaves out block 1",
 )
-def sd3_skip_layers(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return sd3(draw, batch, size) | {"skip_layers": [1]}
+def sd3_skip_layers(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return sd3(sample, batch, size) | {"skip_layers": [1]}
 
 
 @image("SD3Transformer2DModel[controlnet]", SD3 | {"num_layers": 4}, note="two residuals for four blocks")
-def sd3_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[str, Any]:
+def sd3_controlnet(sample: InputSampler, batch: int, size: int, count: int = 2) -> dict[str, Any]:
     height, width = token_side(size)
-    added = residuals(draw, count, batch, height * width)
-    return sd3(draw, batch, size) | {"block_controlnet_hidden_states": added}
+    added = residuals(sample, count, batch, height * width)
+    return sd3(sample, batch, size) | {"block_controlnet_hidden_states": added}
 
 
-@image("SD3Transformer2DModel[controlnet_full]", SD3, note="one residual for every block; the last is not used")
-def sd3_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return sd3_controlnet(draw, batch, size, count=3)
+@image("SD3Transformer2DModel[controlnet_full]", SD3, note="one residual per block; the last is not used")
+def sd3_controlnet_full(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return sd3_controlnet(sample, batch, size, count=3)
 
 
 AURA = HEADS | LATENT | {"num_mmdit_layers": 3, "num_single_dit_layers": 3, "joint_attention_dim": 24}
@@ -521,10 +391,10 @@ AURA = HEADS | LATENT | {"num_mmdit_layers": 3, "num_single_dit_layers": 3, "joi
     AURA | {"caption_projection_dim": 32, "pos_embed_max_size": 64},
     timestep_scale=1.0,
 )
-def aura_flow(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def aura_flow(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "timestep": at(batch, NOISE),
     }
 
@@ -540,10 +410,10 @@ SANA |= {"num_layers": 3, "cross_attention_head_dim": 16, "cross_attention_dim":
 
 
 @image("SanaTransformer2DModel", SANA)
-def sana(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def sana(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *token_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, *token_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
         "timestep": at(batch, 1000 * NOISE),
     }
@@ -554,15 +424,15 @@ def sana(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     SANA | {"num_layers": 4},
     note="residuals after blocks 1 and 2 of four",
 )
-def sana_controlnet(draw: Draw, batch: int, size: int, count: int = 2) -> dict[str, Any]:
+def sana_controlnet(sample: InputSampler, batch: int, size: int, count: int = 2) -> dict[str, Any]:
     height, width = token_side(size)
-    added = tuple(residuals(draw, count, batch, height * width))
-    return sana(draw, batch, size) | {"controlnet_block_samples": added}
+    added = tuple(residuals(sample, count, batch, height * width))
+    return sana(sample, batch, size) | {"controlnet_block_samples": added}
 
 
 @image("SanaTransformer2DModel[controlnet_full]", SANA, note="as many residuals as blocks; the last is not used")
-def sana_controlnet_full(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return sana_controlnet(draw, batch, size, count=3)
+def sana_controlnet_full(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return sana_controlnet(sample, batch, size, count=3)
 
 
 # Lumina 2, Z-Image, FIBO 2: refiners before the main stack
@@ -584,10 +454,10 @@ LUMINA2 |= {"num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axe
     timestep_flipped=True,
     note="takes 1 - t",
 )
-def lumina2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def lumina2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
         "timestep": at(batch, 1 - NOISE),
     }
@@ -611,13 +481,13 @@ Z_IMAGE |= {"cap_feat_dim": 24, "axes_dims": list(AXES), "axes_lens": [128, 32, 
     timestep="t",
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="takes 1 - t; latents and prompts are lists, one tensor a sample; both are padded to 32 tokens",
+    note="takes 1 - t; latents and prompts are lists, one tensor per sample; both are padded to 32 tokens",
 )
-def z_image(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def z_image(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "x": [draw(4, 1, *latent_side(size)) for _ in range(batch)],
+        "x": [sample(4, 1, *latent_side(size)) for _ in range(batch)],
         "t": at(batch, 1 - NOISE),
-        "cap_feats": [draw(TEXT - row % 2, 24) for row in range(batch)],
+        "cap_feats": [sample(TEXT - row % 2, 24) for row in range(batch)],
     }
 
 
@@ -630,9 +500,9 @@ def z_image(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_flipped=True,
     note="takes 1 - t; residuals come as a dict by layer",
 )
-def z_image_controlnet(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    added = dict(zip((0, 2), residuals(draw, 2, batch, 64), strict=True))
-    return z_image(draw, batch, size) | {"controlnet_block_samples": added}
+def z_image_controlnet(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    added = dict(zip((0, 2), residuals(sample, 2, batch, 64), strict=True))
+    return z_image(sample, batch, size) | {"controlnet_block_samples": added}
 
 
 FIBO2: dict[str, Any] = {
@@ -651,12 +521,12 @@ FIBO2 |= {"gist_min_text_len": 4, "gist_max_text_len": 16, "axes_dims": AXES, "a
     "BriaFibo2Transformer2DModel",
     FIBO2,
     timestep_scale=1.0,
-    note="one text bundle for the perceiver and one for each layer that looks at the text",
+    note="one text bundle for the perceiver and one for each layer that reads the text",
 )
-def bria_fibo2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def bria_fibo2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, 3, TEXT, 24),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, 3, TEXT, 24),
         "encoder_attention_mask": mask(batch),
         "timestep": at(batch, NOISE),
     }

@@ -9,24 +9,23 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from torch import nn
 
-from .models_image import (
+from .builder import (
     AXES,
     HEADS,
-    JOINT,
     NOISE,
     TEXT,
-    Draw,
-    Family,
+    InputSampler,
+    ModelRegistry,
     at,
     grid_ids,
     latent_side,
     mask,
-    qwen,
     rotary,
     token_side,
 )
+from .models_image import JOINT, qwen
 
-other = Family()
+other = ModelRegistry()
 
 
 def duration(size: int) -> int:
@@ -51,11 +50,11 @@ COGVIEW |= {"time_embed_dim": 32, "condition_dim": 8}
     "CogView4Transformer2DModel",
     COGVIEW | {"pos_embed_max_size": 8, "sample_size": 8, "rope_axes_dim": (8, 8)},
 )
-def cogview(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cogview(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = latent_side(size)
     return {
-        "hidden_states": draw(batch, 4, height, width),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, height, width),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "timestep": at(batch, 1000 * NOISE),
         "original_size": torch.tensor([[8.0 * height, 8.0 * width]] * batch),
         "target_size": torch.tensor([[8.0 * height, 8.0 * width]] * batch),
@@ -67,31 +66,31 @@ GLM = COGVIEW | {"prior_vq_quantizer_codebook_size": 32}
 
 
 @other("GlmImageTransformer2DModel", GLM)
-def glm(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def glm(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
-    inputs = cogview(draw, batch, size)
+    inputs = cogview(sample, batch, size)
     del inputs["original_size"]
     return inputs | {
-        "prior_token_id": draw.ints(32, batch, height * width),
+        "prior_token_id": sample.ints(32, batch, height * width),
         "prior_token_drop": torch.zeros(batch, height * width, dtype=torch.bool),
     }
 
 
 @other("GlmImageTransformer2DModel[kv]", GLM, note="writes a KV cache, which grows at every call; no text")
-def glm_write(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def glm_write(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     cache = GlmImageKVCache(3)
     cache.set_mode("write")
-    inputs = glm(draw, batch, size)
+    inputs = glm(sample, batch, size)
     return inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"][:, :0], "kv_caches": cache}
 
 
 @other("GlmImageTransformer2DModel[kv_cached]", GLM, note="reads a KV cache of four tokens")
-def glm_read(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def glm_read(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     cache = GlmImageKVCache(3)
     for layer in cache.caches:
-        layer.store(draw(1, 4, 2, 16), draw(1, 4, 2, 16))
+        layer.store(sample(1, 4, 2, 16), sample(1, 4, 2, 16))
     cache.set_mode("read")
-    return glm(draw, batch, size) | {"kv_caches": cache}
+    return glm(sample, batch, size) | {"kv_caches": cache}
 
 
 # HiDream, HunyuanImage
@@ -105,13 +104,13 @@ HIDREAM |= {"num_routed_experts": 4, "axes_dims_rope": AXES, "max_resolution": (
     HIDREAM | {"num_layers": 3, "num_single_layers": 3, "llama_layers": list(range(6))},
     timestep="timesteps",
 )
-def hidream(draw: Draw, batch: int, size: int, layers: int = 6) -> dict[str, Any]:
+def hidream(sample: InputSampler, batch: int, size: int, layers: int = 6) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
         "timesteps": at(batch, 1000 * NOISE),
-        "encoder_hidden_states_t5": draw(batch, TEXT, 20),
-        "encoder_hidden_states_llama3": draw(layers, batch, TEXT, 24),
-        "pooled_embeds": draw(batch, 12),
+        "encoder_hidden_states_t5": sample(batch, TEXT, 20),
+        "encoder_hidden_states_llama3": sample(layers, batch, TEXT, 24),
+        "pooled_embeds": sample(batch, 12),
     }
 
 
@@ -120,8 +119,8 @@ def hidream(draw: Draw, batch: int, size: int, layers: int = 6) -> dict[str, Any
     HIDREAM | {"num_layers": 4, "num_single_layers": 6, "llama_layers": list(range(10))},
     timestep="timesteps",
 )
-def hidream_deep(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return hidream(draw, batch, size, layers=10)
+def hidream_deep(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return hidream(sample, batch, size, layers=10)
 
 
 HUNYUAN = HEADS | {
@@ -137,13 +136,13 @@ HUNYUAN = HEADS | {
     "HunyuanImageTransformer2DModel",
     HUNYUAN | {"mlp_ratio": 2.0, "text_embed_dim": 24, "text_embed_2_dim": 20, "rope_axes_dim": (8, 8)},
 )
-def hunyuan_image(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def hunyuan_image(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *token_side(size)),
+        "hidden_states": sample(batch, 4, *token_side(size)),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
-        "encoder_hidden_states_2": draw(batch, 3, 20),
+        "encoder_hidden_states_2": sample(batch, 3, 20),
         "encoder_attention_mask_2": mask(batch, 3),
     }
 
@@ -164,9 +163,9 @@ IDEOGRAM = HEADS | {
     IDEOGRAM | {"mrope_section": (4, 2, 2)},
     timestep_scale=1.0,
     timestep_flipped=True,
-    note="takes 1 - t; hidden_states has a place for every text token too",
+    note="takes 1 - t; hidden_states has rows for the text tokens too",
 )
-def ideogram4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def ideogram4(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     length = TEXT + height * width
     indicator = torch.full((batch, length), 2)
@@ -174,8 +173,8 @@ def ideogram4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     text_ids = torch.arange(TEXT)[:, None].expand(TEXT, 3)
     image_ids = grid_ids(height, width).long() + 65536
     return {
-        "hidden_states": torch.cat([torch.zeros(batch, TEXT, 16), draw(batch, height * width, 16)], dim=1),
-        "encoder_hidden_states": draw(batch, length, 24),
+        "hidden_states": torch.cat([torch.zeros(batch, TEXT, 16), sample(batch, height * width, 16)], dim=1),
+        "encoder_hidden_states": sample(batch, length, 24),
         "timestep": at(batch, 1 - NOISE),
         "position_ids": torch.cat([text_ids, image_ids]).expand(batch, length, 3),
         "segment_ids": torch.zeros(batch, length, dtype=torch.long),
@@ -200,11 +199,11 @@ KREA |= {"text_intermediate_size": 48, "num_layerwise_text_blocks": 1, "num_refi
 
 
 @other("Krea2Transformer2DModel", KREA | {"axes_dims_rope": AXES}, timestep_scale=1.0)
-def krea2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def krea2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, height * width, 16),
-        "encoder_hidden_states": draw(batch, TEXT, 3, 24),
+        "hidden_states": sample(batch, height * width, 16),
+        "encoder_hidden_states": sample(batch, TEXT, 3, 24),
         "encoder_attention_mask": mask(batch),
         "timestep": at(batch, NOISE),
         "position_ids": torch.cat([torch.zeros(TEXT, 3), grid_ids(height, width)]),
@@ -216,11 +215,11 @@ ERNIE |= {"in_channels": 16, "out_channels": 16, "text_in_dim": 24, "rope_axes_d
 
 
 @other("ErnieImageTransformer2DModel", ERNIE, note="sequence first: the blocks see (tokens, batch, channels)")
-def ernie(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def ernie(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 16, *token_side(size)),
+        "hidden_states": sample(batch, 16, *token_side(size)),
         "timestep": at(batch, 1000 * NOISE),
-        "text_bth": draw(batch, TEXT, 24),
+        "text_bth": sample(batch, TEXT, 24),
         "text_lens": mask(batch).sum(dim=1),
     }
 
@@ -248,21 +247,21 @@ OMNIGEN |= {"time_step_dim": 32, "rope_scaling": {"short_factor": [1.0] * 8, "lo
     timestep_flipped=True,
     note="takes 1 - t; the prompt comes as token ids; one image of four tokens stands in it",
 )
-def omnigen(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def omnigen(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     length = TEXT + 4 + 1 + height * width
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
         "timestep": at(batch, 1 - NOISE),
-        "input_ids": draw.ints(32, batch, TEXT + 4),
-        "input_img_latents": [draw(1, 4, 4, 4) for _ in range(batch)],
+        "input_ids": sample.ints(32, batch, TEXT + 4),
+        "input_img_latents": [sample(1, 4, 4, 4) for _ in range(batch)],
         "input_image_sizes": {row: [(1, 5)] for row in range(batch)},
         "attention_mask": torch.ones(batch, length, length),
         "position_ids": torch.arange(length).expand(batch, length),
     }
 
 
-# Image tokens that look at the text, or run beside it
+# Image tokens that attend to the text, or run next to it
 
 PRX: dict[str, Any] = {
     "in_channels": 4,
@@ -275,10 +274,10 @@ PRX: dict[str, Any] = {
 
 
 @other("PRXTransformer2DModel", PRX | {"axes_dim": [8, 8]}, timestep_scale=1.0)
-def prx(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def prx(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "attention_mask": mask(batch),
         "timestep": at(batch, NOISE),
     }
@@ -286,7 +285,7 @@ def prx(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill_experts(model: nn.Module) -> None:
-    """diffusers leaves the experts of Nucleus as uninitialised memory."""
+    """diffusers leaves the experts of Nucleus as uninitialized memory."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.normal_(std=0.2)
@@ -308,8 +307,8 @@ NUCLEUS = JOINT | {
     timestep_scale=1.0,
     note="blocks 3 and 4 of six are mixtures of experts",
 )
-def nucleus(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = qwen(draw, batch, size)
+def nucleus(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = qwen(sample, batch, size)
     return inputs | {"img_shapes": [shapes[0] for shapes in inputs["img_shapes"]]}
 
 
@@ -326,13 +325,13 @@ JOY |= {"mlp_width_ratio": 2.0, "rope_dim_list": list(AXES)}
 @other(
     "JoyImageEditTransformer3DModel",
     JOY,
-    note="the picture to edit and the latents are two items of one input",
+    note="the image to edit and the latents are two items of one input",
 )
-def joy_edit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def joy_edit(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 2, 4, 1, *latent_side(size)),
+        "hidden_states": sample(batch, 2, 4, 1, *latent_side(size)),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
     }
 
 
@@ -341,12 +340,12 @@ def joy_edit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     JOY,
     note="patches in, patches out; shape_list says where they belong",
 )
-def joy_edit_plus(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def joy_edit_plus(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, height * width + 4, 4, 1, 2, 2),
+        "hidden_states": sample(batch, height * width + 4, 4, 1, 2, 2),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_hidden_states_mask": mask(batch).float(),
         "shape_list": [[(1, height, width), (1, 2, 2)]] * batch,
     }
@@ -370,13 +369,13 @@ ACE |= {
 
 
 @other("AceStepTransformer1DModel", ACE | {"sliding_window": 2}, timestep_scale=1.0, timestep_too=("timestep_r",))
-def ace_step(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def ace_step(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, duration(size), 4),
+        "hidden_states": sample(batch, duration(size), 4),
         "timestep": at(batch, NOISE),
         "timestep_r": at(batch, NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
-        "context_latents": draw(batch, duration(size), 8),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
+        "context_latents": sample(batch, duration(size), 8),
     }
 
 
@@ -396,14 +395,14 @@ LONGCAT: dict[str, Any] = {
     timestep_scale=1.0,
     note="a long skip from the embedding to the end",
 )
-def longcat_audio(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def longcat_audio(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, duration(size), 4),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, duration(size), 4),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
         "timestep": at(batch, NOISE),
         "attention_mask": mask(batch, duration(size)),
-        "latent_cond": draw(batch, duration(size), 4),
+        "latent_cond": sample(batch, duration(size), 4),
     }
 
 
@@ -417,12 +416,12 @@ STABLE |= {
 
 
 @other("StableAudioDiTModel", STABLE, timestep_scale=1.0, note="one timestep for the whole batch")
-def stable_audio(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def stable_audio(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, duration(size)),
+        "hidden_states": sample(batch, 4, duration(size)),
         "timestep": at(1, NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
-        "global_hidden_states": draw(batch, 1, 12),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
+        "global_hidden_states": sample(batch, 1, 12),
         "rotary_embedding": rotary(duration(size) + 1, 8),
     }
 
@@ -442,15 +441,15 @@ STABLE3 |= {
 }
 
 
-@other("StableAudio3DiTModel", STABLE3, timestep_scale=1.0, note="memory tokens stand before the latents")
-def stable_audio3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+@other("StableAudio3DiTModel", STABLE3, timestep_scale=1.0, note="memory tokens come before the latents")
+def stable_audio3(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, duration(size)),
+        "hidden_states": sample(batch, 4, duration(size)),
         "timestep": at(batch, NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
-        "global_hidden_states": draw(batch, 12),
-        "local_add_cond": draw(batch, 5, duration(size)),
+        "global_hidden_states": sample(batch, 12),
+        "local_add_cond": sample(batch, 5, duration(size)),
     }
 
 
@@ -464,11 +463,11 @@ MUSIC = HEADS | {"in_channels": 4, "condition_dim": 24, "num_layers": 3, "ff_inn
     timestep_flipped=True,
     note="takes 1 - t; the timestep is a token of the sequence",
 )
-def minimax_music(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def minimax_music(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, duration(size)),
+        "hidden_states": sample(batch, 4, duration(size)),
         "timestep": at(batch, 1 - NOISE),
-        "encoder_hidden_states": draw(batch, duration(size), 24),
+        "encoder_hidden_states": sample(batch, duration(size), 24),
     }
 
 
@@ -487,8 +486,8 @@ DEPTH: dict[str, Any] = {
     timestep="",
     note="a language model over codebooks, no diffusion; its embeddings and heads are used outside",
 )
-def rvq_depth_decoder(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return {"inputs_embeds": draw(batch, 4 + 2 * size, 32)}
+def rvq_depth_decoder(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return {"inputs_embeds": sample(batch, 4 + 2 * size, 32)}
 
 
 FILM: dict[str, Any] = {
@@ -503,10 +502,10 @@ FILM: dict[str, Any] = {
 
 
 @other("T5FilmDecoder", FILM, latent="decoder_input_tokens", timestep="decoder_noise_time", timestep_scale=1.0)
-def t5_film(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def t5_film(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "encodings_and_masks": [(draw(batch, TEXT, 32), mask(batch)), (draw(batch, 3, 32), mask(batch, 3))],
-        "decoder_input_tokens": draw(batch, duration(size), 4),
+        "encodings_and_masks": [(sample(batch, TEXT, 32), mask(batch)), (sample(batch, 3, 32), mask(batch, 3))],
+        "decoder_input_tokens": sample(batch, duration(size), 4),
         "decoder_noise_time": at(batch, NOISE),
     }
 
@@ -516,12 +515,16 @@ def t5_film(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 LATENT = HEADS | {"in_channels": 4, "num_layers": 3, "sample_size": 8, "patch_size": 2}
 
 
-@other("DiTTransformer2DModel", LATENT | {"num_embeds_ada_norm": 10}, note="squares only; a class for a prompt")
-def dit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+@other(
+    "DiTTransformer2DModel",
+    LATENT | {"num_embeds_ada_norm": 10},
+    note="square only; a class label, no prompt",
+)
+def dit(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, 8 + 4 * size, 8 + 4 * size),
+        "hidden_states": sample(batch, 4, 8 + 4 * size, 8 + 4 * size),
         "timestep": at(batch, 1000 * NOISE).long(),
-        "class_labels": draw.ints(10, batch),
+        "class_labels": sample.ints(10, batch),
     }
 
 
@@ -534,10 +537,10 @@ PIXART = LATENT | {
 
 
 @other("PixArtTransformer2DModel", PIXART)
-def pixart(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def pixart(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
         "timestep": at(batch, 1000 * NOISE),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
@@ -555,14 +558,14 @@ HUNYUAN_DIT |= {"cross_attention_dim_t5": 24, "pooled_projection_dim": 16, "text
 
 
 @other("HunyuanDiT2DModel", HUNYUAN_DIT, note="skips from the first blocks to the last, as in a U-Net")
-def hunyuan_dit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def hunyuan_dit(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 32),
+        "encoder_hidden_states": sample(batch, TEXT, 32),
         "text_embedding_mask": mask(batch).long(),
-        "encoder_hidden_states_t5": draw(batch, 4, 24),
+        "encoder_hidden_states_t5": sample(batch, 4, 24),
         "text_embedding_mask_t5": mask(batch, 4).long(),
         "image_meta_size": torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * batch),
         "style": torch.zeros(batch, dtype=torch.long),
@@ -572,7 +575,7 @@ def hunyuan_dit(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill_pad_token(model: Any) -> None:
-    """diffusers leaves the pad token of Lumina-Next as uninitialised memory."""
+    """diffusers leaves the pad token of Lumina-Next as uninitialized memory."""
     model.pad_token.zero_()
 
 
@@ -593,11 +596,11 @@ LUMINA: dict[str, Any] = {
     timestep_flipped=True,
     note="takes 1 - t",
 )
-def lumina_next(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def lumina_next(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 4, *latent_side(size)),
+        "hidden_states": sample(batch, 4, *latent_side(size)),
         "timestep": at(batch, 1 - NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_mask": mask(batch).long(),
         "image_rotary_emb": get_2d_rotary_pos_embed_lumina(16, 16, 16),
         "cross_attention_kwargs": {},  # the blocks unpack it, and its default is None
@@ -612,12 +615,12 @@ def lumina_next(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     HEADS | {"num_layers": 3, "embedding_dim": 24, "num_embeddings": TEXT},
     note="denoises the embedding of an image: one size only",
 )
-def prior(draw: Draw, batch: int, _size: int) -> dict[str, Any]:
+def prior(sample: InputSampler, batch: int, _size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 24),
+        "hidden_states": sample(batch, 24),
         "timestep": at(batch, 1000 * NOISE).long(),
-        "proj_embedding": draw(batch, 24),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "proj_embedding": sample(batch, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "attention_mask": mask(batch),
     }
 
@@ -629,13 +632,13 @@ UNET = HEADS | {"in_channels": 32, "num_layers": 3, "norm_num_groups": 4, "cross
     "DreamLiteTransformer2DModel",
     UNET | {"qk_norm": "rms_norm", "use_linear_projection": True},
     timestep="",
-    note="a part of a U-Net, whose other blocks know the timestep",
+    note="a part of a U-Net, whose other blocks get the timestep",
 )
-@other("Transformer2DModel", UNET, timestep="", note="a part of a U-Net, whose other blocks know the timestep")
-def unet_part(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+@other("Transformer2DModel", UNET, timestep="", note="a part of a U-Net, whose other blocks get the timestep")
+def unet_part(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 32, *token_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, 32, *token_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
     }
 
 
@@ -644,19 +647,19 @@ def unet_part(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     UNET | {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 10},
     note="with a timestep and a class of its own",
 )
-def unet_part_with_time(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    known = {"timestep": at(batch, 1000 * NOISE).long(), "class_labels": draw.ints(10, batch)}
-    return unet_part(draw, batch, size) | known
+def unet_part_with_time(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    known = {"timestep": at(batch, 1000 * NOISE).long(), "class_labels": sample.ints(10, batch)}
+    return unet_part(sample, batch, size) | known
 
 
 @other(
     "TransformerTemporalModel",
     HEADS | {"in_channels": 32, "num_layers": 3, "norm_num_groups": 4},
     timestep="",
-    note="the motion module of a U-Net: attends over frames, knows neither timestep nor text",
+    note="the motion module of a U-Net: attends over frames, gets neither timestep nor text",
 )
-def temporal_part(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return {"hidden_states": draw(3 * batch, 32, *token_side(size)), "num_frames": 3}
+def temporal_part(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return {"hidden_states": sample(3 * batch, 32, *token_side(size)), "num_frames": 3}
 
 
 # Proteins
@@ -693,20 +696,20 @@ PROTEIN |= {"timestep_scale": 1.0, "timestep_flipped": True}
     **PROTEIN,
     note="takes 1 - t; pair_update_layers rewrite the pairs between the blocks",
 )
-def rfd4(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def rfd4(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     tokens = 6 + 2 * size
     everything = torch.ones(batch, tokens, dtype=torch.bool)
     return {
-        "bb_ca": draw(batch, tokens, 3),
-        "local_latents": draw(batch, tokens, 4),
+        "bb_ca": sample(batch, tokens, 3),
+        "local_latents": sample(batch, tokens, 4),
         "bb_ca_time": at(batch, 1 - NOISE),
         "local_latents_time": at(batch, 1 - NOISE),
         "padding_mask": mask(batch, tokens),
-        "token_type": draw.ints(7, batch, tokens),
+        "token_type": sample.ints(7, batch, tokens),
         "conditioning": {"is_in_context_conditioning": ~everything, "supports_local_latent": everything},
     }
 
 
 @other("RFD4ProteinaTransformer[recycle]", RFD4, **PROTEIN, note="takes 1 - t; the stack runs twice")
-def rfd4_recycle(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return rfd4(draw, batch, size) | {"recycle_depth": 2}
+def rfd4_recycle(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return rfd4(sample, batch, size) | {"recycle_depth": 2}

@@ -9,15 +9,15 @@ from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefi
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
-from .models_image import AXES, HEADS, NOISE, TEXT, Draw, Family, at, latent_side, mask, rotary, token_side
+from .builder import AXES, HEADS, NOISE, TEXT, InputSampler, ModelRegistry, at, latent_side, mask, rotary, token_side
 
-video = Family()
+video = ModelRegistry()
 
 FRAMES = 2
 
 
-def clip(draw: Draw, batch: int, size: int, channels: int = 4, frames: int = FRAMES) -> Tensor:
-    return draw(batch, channels, frames, *latent_side(size))
+def clip(sample: InputSampler, batch: int, size: int, channels: int = 4, frames: int = FRAMES) -> Tensor:
+    return sample(batch, channels, frames, *latent_side(size))
 
 
 def first_clean(batch: int, frames: int, tokens: int = 1) -> Tensor:
@@ -27,7 +27,7 @@ def first_clean(batch: int, frames: int, tokens: int = 1) -> Tensor:
     return timesteps.flatten(1)
 
 
-# Wan and what was made of it
+# Wan and models built on it
 
 WAN = HEADS | {
     "in_channels": 4,
@@ -41,40 +41,40 @@ WAN_IMAGE = WAN | {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 32}
 
 
 @video("WanTransformer3DModel", WAN)
-def wan(draw: Draw, batch: int, size: int, channels: int = 4) -> dict[str, Any]:
+def wan(sample: InputSampler, batch: int, size: int, channels: int = 4) -> dict[str, Any]:
     return {
-        "hidden_states": clip(draw, batch, size, channels),
+        "hidden_states": clip(sample, batch, size, channels),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
     }
 
 
 @video("ChronoEditTransformer3DModel", WAN_IMAGE)
 @video("WanTransformer3DModel[i2v]", WAN_IMAGE)
-def wan_i2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan(draw, batch, size, channels=12) | {
-        "encoder_hidden_states": draw(batch, 512, 24),  # what comes before the last 512 tokens is the image
-        "encoder_hidden_states_image": draw(batch, 3, 20),
+def wan_i2v(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan(sample, batch, size, channels=12) | {
+        "encoder_hidden_states": sample(batch, 512, 24),  # what comes before the last 512 tokens is the image
+        "encoder_hidden_states_image": sample(batch, 3, 20),
     }
 
 
 @video("WanTransformer3DModel[ti2v]", WAN, note="a timestep for every token; those of the first frame are clean")
-def wan_ti2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def wan_ti2v(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
-    return wan(draw, batch, size) | {"timestep": first_clean(batch, FRAMES, height * width)}
+    return wan(sample, batch, size) | {"timestep": first_clean(batch, FRAMES, height * width)}
 
 
 VACE = WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12}
 
 
 @video("WanVACETransformer3DModel", VACE, note="hints from vace_blocks are added after blocks 0 and 2 of four")
-def wan_vace(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan(draw, batch, size) | {"control_hidden_states": clip(draw, batch, size, 12)}
+def wan_vace(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan(sample, batch, size) | {"control_hidden_states": clip(sample, batch, size, 12)}
 
 
-@video("WanVACETransformer3DModel[scales]", VACE, note="the hints count unequally")
-def wan_vace_scales(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan_vace(draw, batch, size) | {"control_hidden_states_scale": torch.tensor([0.5, 1.5])}
+@video("WanVACETransformer3DModel[scales]", VACE, note="unequal scales of the hints")
+def wan_vace_scales(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan_vace(sample, batch, size) | {"control_hidden_states_scale": torch.tensor([0.5, 1.5])}
 
 
 ANIMATE = WAN_IMAGE | {
@@ -88,11 +88,11 @@ ANIMATE |= {"motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder
 
 
 @video("WanAnimateTransformer3DModel", ANIMATE, note="face_adapter reads the hidden states after blocks 0 and 2")
-def wan_animate(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan_i2v(draw, batch, size) | {
-        "hidden_states": clip(draw, batch, size, 12, frames=3),
-        "pose_hidden_states": clip(draw, batch, size, 4, frames=2),
-        "face_pixel_values": draw(batch, 3, 8, 16, 16),
+def wan_animate(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan_i2v(sample, batch, size) | {
+        "hidden_states": clip(sample, batch, size, 12, frames=3),
+        "pose_hidden_states": clip(sample, batch, size, 4, frames=2),
+        "face_pixel_values": sample(batch, 3, 8, 16, 16),
     }
 
 
@@ -108,29 +108,41 @@ ANIMATE2: dict[str, Any] = {
 ANIMATE2 |= {"num_heads": 2, "num_layers": 3}
 
 
-def animate2(draw: Draw, batch: int, size: int, frames: int) -> dict[str, Any]:
+def animate2(sample: InputSampler, batch: int, size: int, frames: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": list(clip(draw, batch, size, 4, frames)),
+        "hidden_states": list(clip(sample, batch, size, 4, frames)),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": list(draw(batch, TEXT, 24)),
-        "encoder_hidden_states_image": draw(batch, 3, 1280),
-        "condition_latents": list(clip(draw, batch, size, 8, frames)),
+        "encoder_hidden_states": list(sample(batch, TEXT, 24)),
+        "encoder_hidden_states_image": sample(batch, 3, 1280),
+        "condition_latents": list(clip(sample, batch, size, 8, frames)),
         "seq_len": frames * height * width,
     }
+
+
+def create_masks_eagerly(transformer: Any) -> None:
+    """Keep diffusers from compiling the function that creates the block mask, which takes half a minute."""
+    create_mask = transformer.create_mask
+
+    def create_mask_eagerly(*args: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return create_mask(*args)
+
+    transformer.create_mask = create_mask_eagerly
 
 
 @video(
     "WanAnimate2Transformer3DModel",
     ANIMATE2,
+    prepare=create_masks_eagerly,
     note="reads a KV cache of the driving video; keeps block masks and rotary tables on itself",
 )
-def wan_animate2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def wan_animate2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     cache = WanAnimate2KVCache(3)
     for layer in cache.layer_caches:
-        layer.store(draw(batch, 2 * height * width, 2, 16), draw(batch, 2 * height * width, 2, 16))
-    return animate2(draw, batch, size, frames=3) | {
+        layer.store(sample(batch, 2 * height * width, 2, 16), sample(batch, 2 * height * width, 2, 16))
+    return animate2(sample, batch, size, frames=3) | {
         "kv_cache": cache,
         "kv_cache_mode": "cached",
         "reference_grid_sizes": torch.tensor([[2, height, width]] * batch),
@@ -139,9 +151,9 @@ def wan_animate2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     }
 
 
-@video("WanAnimate2Transformer3DModel[kv]", ANIMATE2, note="writes a KV cache; the timestep is not looked at")
-def wan_animate2_extract(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return animate2(draw, batch, size, frames=2) | {
+@video("WanAnimate2Transformer3DModel[kv]", ANIMATE2, note="writes a KV cache; the timestep is ignored")
+def wan_animate2_extract(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return animate2(sample, batch, size, frames=2) | {
         "kv_cache": WanAnimate2KVCache(3),
         "kv_cache_mode": "extract",
         "offset_grid_sizes": torch.tensor([[2, *token_side(size)]] * batch),
@@ -156,26 +168,26 @@ video("SkyReelsV2Transformer3DModel", WAN)(wan)
     WAN | {"num_frame_per_block": 2},
     note="a timestep for every frame; causal in blocks of two frames",
 )
-def skyreels_forcing(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan(draw, batch, size) | {
-        "hidden_states": clip(draw, batch, size, frames=4),
+def skyreels_forcing(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan(sample, batch, size) | {
+        "hidden_states": clip(sample, batch, size, frames=4),
         "timestep": first_clean(batch, 4),
         "enable_diffusion_forcing": True,
     }
 
 
 @video("AnyFlowTransformer3DModel", WAN, timestep_too=("r_timestep",), note="frames come before channels")
-def anyflow(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def anyflow(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     timesteps = torch.full((batch, FRAMES), 1000 * NOISE)
-    return wan(draw, batch, size) | {
-        "hidden_states": draw(batch, FRAMES, 4, *latent_side(size)),
+    return wan(sample, batch, size) | {
+        "hidden_states": sample(batch, FRAMES, 4, *latent_side(size)),
         "timestep": timesteps,
         "r_timestep": timesteps.clone(),
     }
 
 
-def far_cache(draw: Draw, batch: int) -> list[dict[str, Tensor]]:
-    return [{name: draw(2, batch, 2, 64, 16) for name in ("full_cache", "compressed_cache")} for _ in range(3)]
+def far_cache(sample: InputSampler, batch: int) -> list[dict[str, Tensor]]:
+    return [{name: sample(2, batch, 2, 64, 16) for name in ("full_cache", "compressed_cache")} for _ in range(3)]
 
 
 @video(
@@ -184,10 +196,10 @@ def far_cache(draw: Draw, batch: int) -> list[dict[str, Tensor]]:
     timestep_too=("r_timestep",),
     note="the second chunk of a video: reads a KV cache of the first; padded keys are attended to",
 )
-def anyflow_far(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def anyflow_far(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     flags = {"num_cached_chunks": 1, "is_cache_step": False}
-    cache = {"kv_cache": far_cache(draw, batch), "kv_cache_flag": flags}
-    return anyflow(draw, batch, size) | {"chunk_partition": [1, FRAMES]} | cache
+    cache = {"kv_cache": far_cache(sample, batch), "kv_cache_flag": flags}
+    return anyflow(sample, batch, size) | {"chunk_partition": [1, FRAMES]} | cache
 
 
 @video(
@@ -196,8 +208,8 @@ def anyflow_far(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_too=("r_timestep",),
     note="no KV cache, a block mask; the first chunk is compressed and not in the output",
 )
-def anyflow_far_train(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return anyflow(draw, batch, size) | {"chunk_partition": [1, 1]}
+def anyflow_far_train(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return anyflow(sample, batch, size) | {"chunk_partition": [1, 1]}
 
 
 @video(
@@ -206,22 +218,22 @@ def anyflow_far_train(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_too=("r_timestep",),
     note="writes a KV cache in place and has no sample in its output",
 )
-def anyflow_far_write(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def anyflow_far_write(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     flags = {"num_cached_chunks": 0, "is_cache_step": True}
-    cache = {"kv_cache": far_cache(draw, batch), "kv_cache_flag": flags}
-    return anyflow(draw, batch, size) | {"chunk_partition": [FRAMES]} | cache
+    cache = {"kv_cache": far_cache(sample, batch), "kv_cache_flag": flags}
+    return anyflow(sample, batch, size) | {"chunk_partition": [FRAMES]} | cache
 
 
-@video("HeliosTransformer3DModel", WAN | {"rope_dim": AXES}, note="a clean history of three rates stands before")
-def helios(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return wan(draw, batch, size) | {
+@video("HeliosTransformer3DModel", WAN | {"rope_dim": AXES}, note="a clean history at three rates comes first")
+def helios(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return wan(sample, batch, size) | {
         "indices_hidden_states": torch.arange(7, 9)[None],
         "indices_latents_history_long": torch.arange(0, 4)[None],
         "indices_latents_history_mid": torch.arange(4, 6)[None],
         "indices_latents_history_short": torch.arange(6, 7)[None],
-        "latents_history_long": clip(draw, batch, size, frames=4),
-        "latents_history_mid": clip(draw, batch, size, frames=2),
-        "latents_history_short": clip(draw, batch, size, frames=1),
+        "latents_history_long": clip(sample, batch, size, frames=4),
+        "latents_history_mid": clip(sample, batch, size, frames=2),
+        "latents_history_short": clip(sample, batch, size, frames=1),
     }
 
 
@@ -243,13 +255,13 @@ HUNYUAN |= {"mlp_ratio": 2.0, "text_embed_dim": 24, "pooled_projection_dim": 12,
     note="tokens of the first frame are modulated as at t=0",
 )
 @video("HunyuanVideoTransformer3DModel", HUNYUAN)
-def hunyuan_video(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def hunyuan_video(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": clip(draw, batch, size),
+        "hidden_states": clip(sample, batch, size),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
-        "pooled_projections": draw(batch, 12),
+        "pooled_projections": sample(batch, 12),
         "guidance": at(batch, 6000.0),
     }
 
@@ -258,23 +270,23 @@ HUNYUAN_I2V = HUNYUAN | {"in_channels": 9, "guidance_embeds": False, "image_cond
 
 
 @video("HunyuanVideoTransformer3DModel[i2v]", HUNYUAN_I2V)
-def hunyuan_video_i2v(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return hunyuan_video(draw, batch, size) | {"hidden_states": clip(draw, batch, size, 9), "guidance": None}
+def hunyuan_video_i2v(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return hunyuan_video(sample, batch, size) | {"hidden_states": clip(sample, batch, size, 9), "guidance": None}
 
 
 FRAMEPACK = HUNYUAN | {"has_image_proj": True, "image_proj_dim": 20, "has_clean_x_embedder": True}
 
 
-@video("HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, note="clean history at three rates stands before")
-def framepack(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return hunyuan_video(draw, batch, size) | {
-        "image_embeds": draw(batch, 3, 20),
+@video("HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, note="a clean history at three rates comes first")
+def framepack(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return hunyuan_video(sample, batch, size) | {
+        "image_embeds": sample(batch, 3, 20),
         "indices_latents": torch.arange(1, 3),
-        "latents_clean": clip(draw, batch, size, frames=2),
+        "latents_clean": clip(sample, batch, size, frames=2),
         "indices_latents_clean": torch.tensor([0, 3]),
-        "latents_history_2x": clip(draw, batch, size, frames=2),
+        "latents_history_2x": clip(sample, batch, size, frames=2),
         "indices_latents_history_2x": torch.arange(4, 6),
-        "latents_history_4x": clip(draw, batch, size, frames=4),
+        "latents_history_4x": clip(sample, batch, size, frames=4),
         "indices_latents_history_4x": torch.arange(6, 10),
     }
 
@@ -294,15 +306,15 @@ HUNYUAN15 |= {"text_embed_dim": 24, "text_embed_2_dim": 20, "image_embed_dim": 2
     HUNYUAN15,
     note="latents, a conditioning video and its mask, concatenated",
 )
-def hunyuan_video15(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def hunyuan_video15(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, 9, FRAMES, *token_side(size)),
+        "hidden_states": sample(batch, 9, FRAMES, *token_side(size)),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
-        "encoder_hidden_states_2": draw(batch, 3, 20),
+        "encoder_hidden_states_2": sample(batch, 3, 20),
         "encoder_attention_mask_2": mask(batch, 3).long(),
-        "image_embeds": draw(batch, 4, 28),
+        "image_embeds": sample(batch, 4, 28),
     }
 
 
@@ -326,11 +338,11 @@ MOTIF_DECODER: dict[str, Any] = {
     note="the last two single blocks start again from the embedded latents",
 )
 @video("MotifVideoTransformer3DModel", MOTIF)
-def motif(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def motif(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": clip(draw, batch, size, 9),
+        "hidden_states": clip(sample, batch, size, 9),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
     }
 
@@ -348,10 +360,10 @@ COG |= {"sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq
 
 
 @video("CogVideoXTransformer3DModel", COG, note="frames come before channels")
-def cogvideox(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cogvideox(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, FRAMES, 4, *latent_side(size)),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, FRAMES, 4, *latent_side(size)),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "timestep": at(batch, 1000 * NOISE),
     }
 
@@ -365,10 +377,10 @@ COG15 = COG | {
 
 
 @video("CogVideoXTransformer3DModel[1.5]", COG15, note="patches of two frames")
-def cogvideox15(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cogvideox15(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
-    return cogvideox(draw, batch, size) | {
-        "hidden_states": draw(batch, 2 * FRAMES, 4, *latent_side(size)),
+    return cogvideox(sample, batch, size) | {
+        "hidden_states": sample(batch, 2 * FRAMES, 4, *latent_side(size)),
         "image_rotary_emb": rotary(FRAMES * height * width, 16),
         "ofs": torch.full((1,), 2.0),
     }
@@ -396,12 +408,12 @@ CONSISID |= {
     CONSISID | {"LFE_num_scale": 2},
     note="perceiver_cross_attention reads the hidden states after blocks 0 and 2 of four",
 )
-def consisid(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def consisid(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
-    return cogvideox(draw, batch, size) | {
+    return cogvideox(sample, batch, size) | {
         "image_rotary_emb": rotary(FRAMES * height * width, 16),
-        "id_cond": draw(batch, 20),
-        "id_vit_hidden": [draw(batch, 4, 16) for _ in range(2)],
+        "id_cond": sample(batch, 20),
+        "id_vit_hidden": [sample(batch, 4, 16) for _ in range(2)],
     }
 
 
@@ -417,13 +429,13 @@ ALLEGRO |= {"num_layers": 3, "cross_attention_dim": 24, "caption_channels": 24}
 
 
 @video("AllegroTransformer3DModel", ALLEGRO | {"sample_height": 8, "sample_width": 8, "sample_frames": 2})
-def allegro(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def allegro(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     grid = torch.meshgrid(*map(torch.arange, (FRAMES, height, width)), indexing="ij")
     cos, sin = rotary(8, 4)
     return {
-        "hidden_states": clip(draw, batch, size),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": clip(sample, batch, size),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
         "timestep": at(batch, 1000 * NOISE),
         "image_rotary_emb": (((cos, sin),) * 3, tuple(axis.flatten()[None] for axis in grid)),
@@ -447,11 +459,11 @@ LATTE |= {
 
 
 @video("LatteTransformer3DModel", LATTE, note="blocks over space and over time alternate, reshaped in between")
-def latte(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def latte(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": clip(draw, batch, size),
+        "hidden_states": clip(sample, batch, size),
         "timestep": at(batch, 1000 * NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
     }
 
 
@@ -465,8 +477,8 @@ SANA |= {"num_layers": 3, "cross_attention_dim": 32, "caption_channels": 24}
 
 
 @video("SanaVideoTransformer3DModel", SANA)
-def sana_video(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return latte(draw, batch, size) | {"encoder_attention_mask": mask(batch).long()}
+def sana_video(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return latte(sample, batch, size) | {"encoder_attention_mask": mask(batch).long()}
 
 
 SANA_WM: dict[str, Any] = {"in_channels": 4, "num_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
@@ -484,18 +496,18 @@ SANA_WM |= {
     SANA_WM,
     note="a world model: camera poses; the first frame is given and clean",
 )
-def sana_wm(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def sana_wm(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     poses = torch.eye(4).repeat(batch, FRAMES, 1, 1)
-    poses[:, :, :3, 3] = draw(batch, FRAMES, 3)
+    poses[:, :, :3, 3] = sample(batch, FRAMES, 3)
     lens = torch.tensor([5.0, 5.0, width / 2, height / 2]).expand(batch, FRAMES, 4)
     return {
-        "hidden_states": draw(batch, 4, FRAMES, height, width),
+        "hidden_states": sample(batch, 4, FRAMES, height, width),
         "timestep": first_clean(batch, FRAMES)[:, None],
-        "encoder_hidden_states": draw(batch, 1, TEXT, 24),
+        "encoder_hidden_states": sample(batch, 1, TEXT, 24),
         "mask": mask(batch).long(),
         "camera_conditions": torch.cat([poses.flatten(2), lens], dim=-1),
-        "chunk_plucker": draw(batch, 6, FRAMES, height, width),
+        "chunk_plucker": sample(batch, 6, FRAMES, height, width),
     }
 
 
@@ -515,11 +527,11 @@ COSMOS |= {
 
 
 @video("CosmosTransformer3DModel", COSMOS, timestep_scale=1.0, note="a padding mask would need torchvision")
-def cosmos(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cosmos(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": clip(draw, batch, size),
+        "hidden_states": clip(sample, batch, size),
         "timestep": at(batch, NOISE),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "fps": 16,
     }
 
@@ -530,13 +542,13 @@ def cosmos(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     timestep_scale=1.0,
     note="residuals go into blocks 0 and 2 as an argument",
 )
-def cosmos_controlnet(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cosmos_controlnet(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
-    added = [0.3 * draw(batch, FRAMES * height * width, 32) for _ in range(2)]
-    return cosmos(draw, batch, size) | {"block_controlnet_hidden_states": added}
+    added = [0.3 * sample(batch, FRAMES * height * width, 32) for _ in range(2)]
+    return cosmos(sample, batch, size) | {"block_controlnet_hidden_states": added}
 
 
-# Text beside the video
+# Text next to the video
 
 COSMOS3: dict[str, Any] = {"head_dim": 16, "hidden_size": 32, "intermediate_size": 64, "latent_channel": 4}
 COSMOS3 |= {
@@ -555,17 +567,17 @@ COSMOS3 |= {"vocab_size": 32, "rope_axes_dim": (4, 2, 2)}
     timestep="vision_timesteps",
     note="one sequence without a batch axis: the prompt, then every video of the batch",
 )
-def cosmos3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def cosmos3(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     tokens = batch * FRAMES * height * width
     positions = torch.arange(TEXT, TEXT + tokens)
     return {
-        "input_ids": draw.ints(32, TEXT),
+        "input_ids": sample.ints(32, TEXT),
         "text_indexes": torch.arange(TEXT),
         "position_ids": torch.arange(TEXT + tokens).expand(3, -1),
         "und_len": TEXT,
         "sequence_length": TEXT + tokens,
-        "vision_tokens": [clip(draw, 1, size) for _ in range(batch)],
+        "vision_tokens": [clip(sample, 1, size) for _ in range(batch)],
         "vision_token_shapes": [(FRAMES, height, width)] * batch,
         "vision_sequence_indexes": positions,
         "vision_mse_loss_indexes": positions,
@@ -589,8 +601,8 @@ EASY = HEADS | {
     EASY | {"mmdit_layers": 2, "time_embed_dim": 32, "text_embed_dim": 24},
     note="the last block shares its weights between text and video",
 )
-def easy_animate(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return latte(draw, batch, size)
+def easy_animate(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return latte(sample, batch, size)
 
 
 MOCHI = HEADS | {
@@ -603,8 +615,8 @@ MOCHI = HEADS | {
 
 
 @video("MochiTransformer3DModel", MOCHI, timestep_flipped=True, note="takes 1 - t")
-def mochi(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return latte(draw, batch, size) | {
+def mochi(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return latte(sample, batch, size) | {
         "timestep": at(batch, 1000 * (1 - NOISE)),
         "encoder_attention_mask": mask(batch),
     }
@@ -620,11 +632,11 @@ LTX = HEADS | {
 
 
 @video("LTXVideoTransformer3DModel", LTX)
-def ltx(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def ltx(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     return {
-        "hidden_states": draw(batch, FRAMES * height * width, 8),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, FRAMES * height * width, 8),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch).long(),
         "timestep": at(batch, 1000 * NOISE),
         "num_frames": FRAMES,
@@ -639,29 +651,29 @@ LTX2 |= {"audio_attention_head_dim": 8, "audio_cross_attention_dim": 16}
 
 
 @video("LTX2VideoTransformer3DModel", LTX2, note="video and audio: two streams in, two out")
-def ltx2(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = ltx(draw, batch, size)
+def ltx2(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = ltx(sample, batch, size)
     del inputs["rope_interpolation_scale"]
     return inputs | {
-        "audio_hidden_states": draw(batch, 6, 6),
-        "audio_encoder_hidden_states": draw(batch, TEXT, 24),
+        "audio_hidden_states": sample(batch, 6, 6),
+        "audio_encoder_hidden_states": sample(batch, TEXT, 24),
         "audio_encoder_attention_mask": mask(batch).long(),
         "fps": 24.0,
         "audio_num_frames": 6,
     }
 
 
-@video("LTX2VideoTransformer3DModel[stg]", LTX2 | {"perturbed_attn": True}, note="block 1 does without attention")
-def ltx2_stg(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return ltx2(draw, batch, size) | {"spatio_temporal_guidance_blocks": [1]}
+@video("LTX2VideoTransformer3DModel[stg]", LTX2 | {"perturbed_attn": True}, note="block 1 skips attention")
+def ltx2_stg(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return ltx2(sample, batch, size) | {"spatio_temporal_guidance_blocks": [1]}
 
 
 REFINER_NOTE = "holds the weights of the audio half of LTX-2 without using them"
 
 
 @video("SanaWMLTX2RefinerTransformer3DModel", LTX2, note=REFINER_NOTE)
-def sana_wm_refiner(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    inputs = ltx(draw, batch, size)
+def sana_wm_refiner(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    inputs = ltx(sample, batch, size)
     tokens = inputs["hidden_states"].shape[1]
     kept = ("hidden_states", "encoder_hidden_states", "encoder_attention_mask")
     return {name: inputs[name] for name in kept} | {
@@ -671,9 +683,9 @@ def sana_wm_refiner(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 
 @video("SanaWMLTX2RefinerTransformer3DModel[kv]", LTX2, note=f"writes keys and values; {REFINER_NOTE}")
-def sana_wm_refiner_capture(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def sana_wm_refiner_capture(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     cache = {"kv_cache": SanaWMRefinerKVCache(3), "kv_cache_mode": "capture_pre_rope"}
-    return sana_wm_refiner(draw, batch, size) | cache
+    return sana_wm_refiner(sample, batch, size) | cache
 
 
 KANDINSKY: dict[str, Any] = {
@@ -687,11 +699,11 @@ KANDINSKY |= {"model_dim": 32, "ff_dim": 64, "num_text_blocks": 3, "num_visual_b
 
 
 @video("Kandinsky5Transformer3DModel", KANDINSKY, note="channels last")
-def kandinsky5(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def kandinsky5(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, FRAMES, *latent_side(size), 4),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
-        "pooled_projections": draw(batch, 12),
+        "hidden_states": sample(batch, FRAMES, *latent_side(size), 4),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
+        "pooled_projections": sample(batch, 12),
         "timestep": at(batch, 1000 * NOISE),
         "visual_rope_pos": tuple(map(torch.arange, (FRAMES, *token_side(size)))),
         "text_rope_pos": torch.arange(TEXT),
@@ -699,12 +711,12 @@ def kandinsky5(draw: Draw, batch: int, size: int) -> dict[str, Any]:
 
 
 @video("Kandinsky6Transformer3DModel[no_audio]", KANDINSKY | {"in_audio_dim": 6, "out_audio_dim": 6})
-def kandinsky6_silent(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def kandinsky6_silent(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, FRAMES, *latent_side(size), 9),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, FRAMES, *latent_side(size), 9),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "encoder_attention_mask": mask(batch),
-        "pooled_projections": draw(batch, 12),
+        "pooled_projections": sample(batch, 12),
         "timestep": at(batch, 1000 * NOISE),
     }
 
@@ -714,17 +726,17 @@ def kandinsky6_silent(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     KANDINSKY | {"in_audio_dim": 6, "out_audio_dim": 6},
     note="channels last; latents, a conditioning video and its mask; two streams in, two out",
 )
-def kandinsky6(draw: Draw, batch: int, size: int) -> dict[str, Any]:
-    return kandinsky6_silent(draw, batch, size) | {"audio_hidden_states": draw(batch, 6, 6)}
+def kandinsky6(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
+    return kandinsky6_silent(sample, batch, size) | {"audio_hidden_states": sample(batch, 6, 6)}
 
 
 SR: dict[str, Any] = {"in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 32, "model_dim": 32, "ff_dim": 64}
 
 
 @video("Kandinsky6SRTransformer3DModel", SR | {"num_visual_blocks": 3, "axes_dims": AXES}, note="no text")
-def kandinsky6_sr(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def kandinsky6_sr(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     return {
-        "hidden_states": draw(batch, FRAMES, 8, 8 + 8 * size, 9),
+        "hidden_states": sample(batch, FRAMES, 8, 8 + 8 * size, 9),
         "timestep": at(batch, 1000 * NOISE),
     }
 
@@ -753,7 +765,7 @@ H3 |= {
     timestep_flipped=True,
     note="takes 1 - t; text, keyframe, sound and video in one sequence; one timestep per noise level",
 )
-def minimax_h3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
+def minimax_h3(sample: InputSampler, batch: int, size: int) -> dict[str, Any]:
     height, width = token_side(size)
     frame = height * width
     rows = torch.arange(TEXT + 6 + (1 + FRAMES) * frame)
@@ -761,9 +773,9 @@ def minimax_h3(draw: Draw, batch: int, size: int) -> dict[str, Any]:
     tags = torch.zeros_like(rows)
     tags[text], tags[sound] = 1, 2
     return {
-        "hidden_states": draw(batch, (1 + FRAMES) * frame, 16),
-        "audio_hidden_states": draw(batch, 6, 6),
-        "encoder_hidden_states": draw(batch, TEXT, 24),
+        "hidden_states": sample(batch, (1 + FRAMES) * frame, 16),
+        "audio_hidden_states": sample(batch, 6, 6),
+        "encoder_hidden_states": sample(batch, TEXT, 24),
         "timestep": torch.tensor([1 - NOISE, 1.0]),
         "timestep_indices": torch.isin(rows, keyframe).long(),
         "token_tags": tags,

@@ -1,4 +1,4 @@
-"""Tiny, real, randomly initialised diffusers pipelines, to run on a CPU without tokenizers or checkpoints."""
+"""Tiny, real, randomly initialized diffusers pipelines, to run on a CPU without tokenizers or checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny, real, randomly initialised image pipelines, and the helpers every tiny pipeline is made with."""
+"""Tiny, real, randomly initialized image pipelines, and the helpers that build every tiny pipeline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny(
     note: str,
     side: int = 64,
 ) -> TinyPipeline:
-    """An entry; `inputs(side, guidance)` is what is particular to the pipeline; `size` adds half sides."""
+    """Return an entry; `inputs(side, guidance)` returns the pipeline's own arguments, `size` adds half sides."""
 
     def call(steps: int = 12, seed: int = 0, guidance: bool = True, size: int = 0) -> dict[str, Any]:
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -55,14 +55,14 @@ def tiny(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the deprecation warnings of the libraries below us; ours still pass."""
+    """Suppress warnings of diffusers, torch and transformers, but not those of holdover."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="diffusers|torch|transformers")
         yield
 
 
 def model(cls: Callable[..., torch.nn.Module], seed: int = 0, gain: float = 1.0, **config: Any) -> torch.nn.Module:
-    """A seeded model in which what is initialised to zero (gates, output layers) is small noise."""
+    """Return a seeded model; parameters initialized to zero (gates, output layers) get small noise."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         net = cls(**config).eval()
@@ -76,7 +76,7 @@ def model(cls: Callable[..., torch.nn.Module], seed: int = 0, gain: float = 1.0,
 
 
 def pipeline(cls: type[d.DiffusionPipeline], **parts: Any) -> d.DiffusionPipeline:
-    """The pipeline with None for every required part that is not given."""
+    """Return the pipeline with None for every required component that is not given."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.name != "self"]
     return cls(**dict.fromkeys(required) | parts)
@@ -101,7 +101,7 @@ def square(side: int) -> dict[str, int]:
 
 
 def prompts(**names: int) -> dict[str, torch.Tensor]:
-    """Embeddings by argument name; the value seeds them, so that a prompt and its negative differ."""
+    """Embeddings by argument name; the value is the seed, so that a prompt and its negative prompt differ."""
     return {name: noise(1, TOKENS, WIDTH, seed=seed) for name, seed in names.items()}
 
 
@@ -123,7 +123,7 @@ def pair_masks() -> dict[str, torch.Tensor]:
 
 
 def guided(scale: float) -> Inputs:
-    """A square picture from a prompt and its negative, at that scale."""
+    """A square image from a prompt and its negative prompt, at that guidance scale."""
     return lambda side, guidance: square(side) | pair() | {"guidance_scale": scale if guidance else 1.0}
 
 
@@ -176,7 +176,7 @@ def flux_controlnet_inputs(side: int, guidance: bool) -> dict[str, Any]:
 
 # FLUX.2
 FLUX2 = STREAMS | {"timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2)}
-FLUX2 |= {"gain": 1.4}  # without biases its modulation would be next to nothing
+FLUX2 |= {"gain": 1.4}  # without biases its modulation would be close to zero
 
 
 def flux2() -> d.DiffusionPipeline:
@@ -299,7 +299,7 @@ def qwen_inputs(side: int, guidance: bool) -> dict[str, Any]:
 
 
 def qwen_edit() -> d.DiffusionPipeline:
-    """With an autoencoder of factor 64, since the pipeline resizes every picture to a million pixels."""
+    """With an autoencoder of factor 64, since the pipeline resizes every image to a million pixels."""
     scaling = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
     depth = {"dim_mult": [1] * 7, "temperal_downsample": [False] * 6, "num_res_blocks": 0}
     vae = model(d.AutoencoderKLQwenImage, base_dim=2, z_dim=4, **depth, **scaling)
@@ -366,7 +366,7 @@ def z_image_truncation_inputs(side: int, guidance: bool) -> dict[str, Any]:
 
 
 def hidream() -> d.DiffusionPipeline:
-    """With a smaller canvas, since the pipeline scales every picture to the area of `default_sample_size`."""
+    """With a smaller canvas, since the pipeline scales every image to the area of `default_sample_size`."""
     config = HEADS | {"in_channels": 4, "patch_size": 2, "num_layers": 2, "num_single_layers": 2}
     text = {"caption_channels": [WIDTH, WIDTH], "text_emb_dim": WIDTH, "llama_layers": [0, 1, 2, 3]}
     rope = {"axes_dims_rope": (4, 2, 2), "max_resolution": (8, 8)}

@@ -1,4 +1,4 @@
-"""Tiny, real, randomly initialised video and audio pipelines."""
+"""Tiny, real, randomly initialized video and audio pipelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pipelines_image import (
 
 
 def filmed(inputs: Inputs, frames: int = 9, **extra: Any) -> Inputs:
-    """The inputs of a picture, for that many frames."""
+    """The inputs of an image, for that many frames."""
     return lambda side, guidance: inputs(side, guidance) | {"num_frames": frames} | extra
 
 
@@ -89,7 +89,7 @@ def wan22_image() -> d.DiffusionPipeline:
 
 
 def wan_clip_inputs(side: int, guidance: bool) -> dict[str, Any]:
-    """With 512 tokens, the number after which the model takes what follows for the tokens of the image."""
+    """512 text tokens, because the model treats everything before the last 512 tokens as image tokens."""
     text = {
         "prompt_embeds": noise(1, 512, WIDTH, seed=1),
         "negative_prompt_embeds": noise(1, 512, WIDTH, seed=2),
@@ -112,7 +112,7 @@ def wan_vace_inputs(side: int, guidance: bool) -> dict[str, Any]:
 
 
 def stop_guidance(pipe: d.DiffusionPipeline, step: int, timestep: torch.Tensor, kwargs: dict[str, Any]):
-    """A callback that ends guidance half way, as the cutoff callbacks of diffusers do."""
+    """A callback that ends guidance halfway, as the cutoff callbacks of diffusers do."""
     if step + 1 == pipe.num_timesteps // 2:
         pipe._guidance_scale = 1.0
     return kwargs
@@ -189,7 +189,7 @@ COSMOS |= {
 
 
 class Guardrail(d.ModelMixin):
-    """In the place of the Cosmos guardrail, without its checks: here are no words and no pixels to check."""
+    """Replaces the Cosmos guardrail; these pipelines have no text and no pixels to check."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tiny, real pipelines that take a prompt and make a picture, for the code blocks of the documentation."""
+"""Tiny, real pipelines that take a prompt and return an image, for the code blocks of the documentation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .pipelines_video import wan22, wan_vae
 
 __all__ = ["prompted_flux", "prompted_wan"]
 
-_TOKENS = 32  # a prompt of 512 tokens would be most of a tiny model's work
+_TOKENS = 32  # a prompt of 512 tokens would take most of a tiny model's time
 _VOCABULARY = 257
 
 
 class ShortTokenizer(PreTrainedTokenizerFast):
-    """A tokenizer that knows bytes and cuts every prompt short, whatever length the pipeline asks for."""
+    """A byte tokenizer that truncates every prompt, whatever length the pipeline requests."""
 
     def __call__(self, *args: Any, max_length: int | None = None, **options: Any) -> Any:
         return super().__call__(*args, max_length=min(max_length or _TOKENS, _TOKENS), **options)
@@ -38,7 +38,7 @@ def tokenizer() -> ShortTokenizer:
 
 def clip() -> CLIPTextModel:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    # With 2 as its end token the model pools the highest token of the prompt, so that prompts differ.
+    # With 2 as its end token the model pools the token with the highest id of the prompt, so that prompts differ.
     tokens = {"vocab_size": _VOCABULARY, "max_position_embeddings": _TOKENS, "bos_token_id": 0, "eos_token_id": 2}
     return model(lambda: CLIPTextModel(CLIPTextConfig(**sizes, **tokens)))
 
@@ -56,7 +56,7 @@ def flux_vae() -> d.AutoencoderKL:
 
 
 def prompted_flux() -> d.FluxPipeline:
-    """`pipe("red apple")`: 28 steps of a picture of 64 by 64, in half a second."""
+    """`pipe("red apple")`: 28 steps at 64x64 pixels in half a second."""
     encoders = {"text_encoder": clip(), "text_encoder_2": t5()}
     tokenizers = {"tokenizer": tokenizer(), "tokenizer_2": tokenizer()}
     pipe = flux(vae=flux_vae(), **encoders, **tokenizers)

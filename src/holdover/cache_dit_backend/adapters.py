@@ -17,7 +17,7 @@ from cache_dit.caching import (
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..models.wrapping import class_of
+from ..models.inputs import get_module_class
 from .contexts import StepContextManager
 from .patches import Patches
 
@@ -99,7 +99,7 @@ def _declaration(transformer: nn.Module) -> CacheDiTAdapterConfig | None:
 
 def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
     """The adapter the library has for a class of diffusers, with nothing on the transformer changed yet."""
-    class_name = class_of(transformer).__name__
+    class_name = get_module_class(transformer).__name__
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)

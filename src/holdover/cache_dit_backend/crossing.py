@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..models.arguments import tensors_in
+from ..models.inputs import iter_tensors
 from ..runtime.calls import Call, Outcome
 from ..runtime.exchange import agreed, everywhere, known_to_all
 from ..runtime.recent import KINDS, Recent
@@ -110,7 +110,7 @@ class CacheDiTCrossing:
 
     def _refusal(self, call: Call, what: str, found: object) -> UnsupportedModelError:
         """An error with the model's name, what is wrong with which arguments, and what to do."""
-        given = self._unit.arguments.of_call(call.args, call.kwargs).items()
+        given = self._unit.arguments.bind(call.args, call.kwargs).items()
         control = [name for name, value in given if "control" in name and value is not None]
         cause = f" with {', '.join(control)}" if control else ""
         return UnsupportedModelError(
@@ -122,7 +122,7 @@ class CacheDiTCrossing:
 
 def _equal(one: Any, other: Any) -> bool:
     """Bit for bit, with equal NaNs taken as equal."""
-    ours, theirs = (list(tensors_in(dict(o) if isinstance(o, dict) else o)) for o in (one, other))
+    ours, theirs = (list(iter_tensors(dict(o) if isinstance(o, dict) else o)) for o in (one, other))
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(ours, theirs, strict=True)
     )

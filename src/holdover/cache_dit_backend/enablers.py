@@ -9,7 +9,7 @@ from cache_dit.caching import BlockAdapter, CachedAdapter, FakeDiffusionPipeline
 from torch import nn
 
 from ..errors import NotEnabledError, UnsupportedModelError
-from ..models.wrapping import unwrapped
+from ..models.inputs import unwrap_module
 from ..runtime.backend import cache_of, transformers_of
 from .backend import CUSTOM_DIT_ENABLERS, CacheDiTBackend, default_get_pipeline_transformer
 from .library import quiet
@@ -74,7 +74,7 @@ def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheCo
 
 def _adapter(pipeline: Any, transformers: list[str], blocks: str, pattern: ForwardPattern) -> BlockAdapter | None:
     """An adapter for one list of some transformers; None where they are of diffusers: the library knows those."""
-    modules = [unwrapped(each) for each in (getattr(pipeline, name, pipeline) for name in transformers)]
+    modules = [unwrap_module(each) for each in (getattr(pipeline, name, pipeline) for name in transformers)]
     if all(type(module).__module__.startswith("diffusers.") for module in modules):
         return None
     for module in modules:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import HoldoverError
-from ..models.arguments import tensors_in
+from ..models.inputs import iter_tensors
 from ..plan.intake import Intake
 from ..plan.kernel import Array, Kernel
 from ..runtime.method import Computed
@@ -71,7 +71,7 @@ class Branched:
         self._stack.close()
 
     def add(self, computed: Computed) -> None:
-        output = next(tensors_in(computed.output), None)
+        output = next(iter_tensors(computed.output), None)
         shelf = self._shelves.get(computed.branch)
         if shelf is None:
             shelf = self._shelves[computed.branch] = self._stack.enter_context(Shelf(self._place))

@@ -9,7 +9,7 @@ import torch
 
 from ..grid import Grid
 from ..magcache.calibration import Calibration
-from ..models.family import Signal
+from ..models.registry import Signal
 from ..plan.config import PlanConfig
 from ..plan.guard import Guard
 from ..plan.intake import Intake, output_of

@@ -1,1 +1,1 @@
-"""Runs a caching method on a transformer: knows the step and the branch, keeps what is held, installs and removes itself."""
+"""Runs a caching method on a transformer: knows step and branch, keeps what is held, installs itself."""

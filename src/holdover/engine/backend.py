@@ -14,7 +14,7 @@ from torch import nn
 
 from ..base import CacheBackend, DiffusionCacheConfig
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
-from ..models.arguments import describe
+from ..models.inputs import describe_arguments
 from ..policies.base import PolicyState
 from ..policies.static import AlwaysCompute
 from ..stats import Stats
@@ -164,7 +164,7 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")
     state = BranchState(AlwaysCompute(), PolicyState())
-    structure, _ = describe(inputs)
+    structure, _ = describe_arguments(inputs)
     call = ForwardCall(
         Generation(method), cached, "", 0, state, transformer, (), inputs, structure, None, False, BLOCK_PASSES
     )

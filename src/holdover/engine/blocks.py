@@ -11,23 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError, UntraceableError
-from ..models.arguments import Key, named, pick, tensors_in
-from ..models.cut import Cut, Link
+from ..models.graph import Stack, StreamLink
+from ..models.inputs import ArgumentKey, bind_arguments, get_argument
 from ..models.trace import Trace
 from ..policies.base import Decision
 from .output import OutputRunner
 from .parallel import known_to_shards
 from .signals import onloaded
 from .state import OTHER_PATH, ForwardCall, Outcome
-from .storage import HeldTensors, Residuals
-from .verify import compare_replay, equal_outputs
+from .storage import DivergedError, HeldTensors, Residuals, UnreadStream
+from .verify import verify_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
     from .install import CachedTransformer
 
 NO_GROUPS: frozenset[int] = frozenset()
-# What a model raises for an unexpected tensor; errors of a user's hooks are of other kinds and pass through.
-_MODEL_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
-
-
-class DivergedError(Exception):
-    """The forward does not follow the traced stack, so what is held does not belong to it."""
 
 
 # What the model's loop over its blocks gets in place of them
@@ -72,32 +66,6 @@ class TypedBlockProxy(BlockProxy):
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._pass.call(self._blocks, self._index, self._block, args, kwargs)
-
-
-class UnreadStream(torch.Tensor):
-    """Stands for a stream that nothing is expected to read after the blocks; an operation on it is an error."""
-
-    group: int
-
-    @staticmethod
-    def of_group(group: int) -> UnreadStream:
-        """A placeholder for the streams of one group of segments."""
-        made: UnreadStream = torch.Tensor._make_subclass(UnreadStream, torch.empty(0))
-        made.group = group
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = next(t for t in tensors_in([args, kwargs]) if isinstance(t, UnreadStream))
-        raise UnreadStreamError(read.group)
-
-
-class UnreadStreamError(DivergedError):
-    """Something reads a stream that was expected to be unread."""
-
-    def __init__(self, group: int) -> None:
-        super().__init__()
-        self.group = group
 
 
 # Passes
@@ -142,7 +110,7 @@ class TracePass(BlockPass):
         self.trace = Trace()
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.trace.run(blocks, index, block, args, kwargs)
+        return self.trace.run_block(blocks, index, block, args, kwargs)
 
 
 class _Site(NamedTuple):
@@ -156,28 +124,28 @@ class _Site(NamedTuple):
     blocks: str
     index: int
     width: int
-    starts: tuple[Link, ...]
-    ends: tuple[Link, ...]
+    starts: tuple[StreamLink, ...]
+    ends: tuple[StreamLink, ...]
     sides: tuple[int, ...]
-    keys: tuple[Key | None, ...]
+    keys: tuple[ArgumentKey | None, ...]
     live: bool
     edge: bool
 
 
-def _prepare_sites(cut: Cut, begin: int, unread: Collection[int]) -> tuple[_Site, ...]:
+def _prepare_sites(stack: Stack, begin: int, unread: Collection[int]) -> tuple[_Site, ...]:
     """Every call of the stack; segments start at call `begin` or later, those of unread groups not at all."""
     started: set[int] = set()
     sites = []
-    for number, call in enumerate(cut.calls):
-        keys: list[Key | None] = [None] * max(call.width, 1)
+    for number, call in enumerate(stack.calls):
+        keys: list[ArgumentKey | None] = [None] * max(call.width, 1)
         for link in call.links:
             keys[link.slot] = link.key
         live = number < begin
-        links = () if live else tuple(k for k in call.links if cut.chains[k.chain].group not in unread)
-        starts = tuple(link for link in links if link.chain not in started)
-        started.update(link.chain for link in starts)
+        links = () if live else tuple(k for k in call.links if stack.segments[k.segment].group not in unread)
+        starts = tuple(link for link in links if link.segment not in started)
+        started.update(link.segment for link in starts)
         ends = tuple(link for link in links if link.closes)
-        sides = () if live else call.sides
+        sides = () if live else call.side_outputs
         edge = bool(starts or ends or sides)
         sites.append(_Site(number, call.blocks, call.index, call.width, starts, ends, sides, tuple(keys), live, edge))
     return tuple(sites)
@@ -186,14 +154,14 @@ def _prepare_sites(cut: Cut, begin: int, unread: Collection[int]) -> tuple[_Site
 class StackPass(BlockPass):
     """Follows the traced stack call by call. Made once for a call structure, and reset after each forward."""
 
-    def __init__(self, cut: Cut, begin: int = 0, unread: Collection[int] = ()) -> None:
+    def __init__(self, stack: Stack, begin: int = 0, unread: Collection[int] = ()) -> None:
         super().__init__()
-        self.cut = cut
-        self.lists = frozenset(cut.lists)
+        self.stack = stack
+        self.lists = frozenset(stack.lists)
         self.position = 0
         self.leaving: dict[int, torch.Tensor] | None = None  # streams that leave each group, when a replay is checked
         self.begin = begin
-        self.sites = _prepare_sites(cut, begin, unread)
+        self.sites = _prepare_sites(stack, begin, unread)
 
     def reset(self) -> None:
         """Forget the last forward."""
@@ -229,8 +197,8 @@ class ComputePass(StackPass):
 
     traceable = True
 
-    def __init__(self, cut: Cut, merged: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
-        super().__init__(cut, begin, unread)
+    def __init__(self, stack: Stack, merged: bool, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__(stack, begin, unread)
         self._merged = merged
         self._entering: dict[int, torch.Tensor] = {}
         self._added: list[tuple[int, torch.Tensor]] = []
@@ -245,26 +213,26 @@ class ComputePass(StackPass):
         if not site.edge:
             return block(*args, **kwargs)
         for link in site.starts:
-            self._entering[link.chain] = pick(args, kwargs, link.key)
+            self._entering[link.segment] = get_argument(args, kwargs, link.key)
         output = block(*args, **kwargs)
         outputs = output if site.width else (output,)
         for link in site.ends:
-            self._added.append((link.chain, outputs[link.slot] - self._entering.pop(link.chain)))
+            self._added.append((link.segment, outputs[link.slot] - self._entering.pop(link.segment)))
             if self.leaving is not None:
-                self.leaving[self.cut.chains[link.chain].group] = outputs[link.slot]
+                self.leaving[self.stack.segments[link.segment].group] = outputs[link.slot]
         for slot in site.sides:
             self._sides[site.number, slot] = outputs[slot].clone()
         return output
 
     def clone_stored(self) -> None:
-        self._added = [(chain, added.clone()) for chain, added in self._added]
+        self._added = [(segment, added.clone()) for segment, added in self._added]
         self._sides = {at: side.clone() for at, side in self._sides.items()}
 
     def held(self) -> HeldTensors:
         """What the blocks added, once the forward has returned."""
-        residuals = Residuals(self.cut, self._merged)
-        for chain, added in self._added:
-            residuals.add(chain, added)
+        residuals = Residuals(self.stack, self._merged)
+        for segment, added in self._added:
+            residuals.add(segment, added)
         residuals.sides.update(self._sides)
         return residuals
 
@@ -274,13 +242,13 @@ class HoldPass(StackPass):
 
     traceable = True
 
-    def __init__(self, cut: Cut, begin: int = 0, unread: Collection[int] = ()) -> None:
-        super().__init__(cut, begin)
+    def __init__(self, stack: Stack, begin: int = 0, unread: Collection[int] = ()) -> None:
+        super().__init__(stack, begin)
         self._residuals: dict[int, torch.Tensor] = {}
         self._sides: dict[tuple[int, int], torch.Tensor] = {}
         self._unread = {
             number: UnreadStream.of_group(segment.group)
-            for number, segment in enumerate(cut.chains)
+            for number, segment in enumerate(stack.segments)
             if segment.group in unread
         }
 
@@ -302,13 +270,13 @@ class HoldPass(StackPass):
             outputs.append(None if key is None else args[key] if isinstance(key, int) else kwargs[key])
         if site.edge:
             for link in site.starts:
-                if link.chain in self._unread:
-                    outputs[link.slot] = self._unread[link.chain]
-                elif link.chain in self._residuals:
-                    outputs[link.slot] = outputs[link.slot] + self._residuals[link.chain]
+                if link.segment in self._unread:
+                    outputs[link.slot] = self._unread[link.segment]
+                elif link.segment in self._residuals:
+                    outputs[link.slot] = outputs[link.slot] + self._residuals[link.segment]
             if self.leaving is not None:
                 for link in site.ends:
-                    self.leaving[self.cut.chains[link.chain].group] = outputs[link.slot]
+                    self.leaving[self.stack.segments[link.segment].group] = outputs[link.slot]
             for slot in site.sides:
                 outputs[slot] = self._sides[site.number, slot].clone()
         return tuple(outputs) if site.width else outputs[0]
@@ -317,17 +285,17 @@ class HoldPass(StackPass):
 class DecidePass(StackPass):
     """Runs the blocks before the stack's first, where `choose` reads a signal and returns the pass to continue with."""
 
-    def __init__(self, cut: Cut, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
-        super().__init__(cut)
+    def __init__(self, stack: Stack, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
+        super().__init__(stack)
         self._choose = choose
         self._chosen: StackPass | None = None
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._chosen is None:
-            if self.position < self.cut.head:
+            if self.position < self.stack.head:
                 self.next_site(blocks, index)
                 return block(*args, **kwargs)
-            self._chosen = self._choose(block, named(type(block), args, kwargs))
+            self._chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
             self._chosen.position = self.position
         return self._chosen.call(blocks, index, block, args, kwargs)
 
@@ -342,11 +310,11 @@ class BlockPasses:
 
     skips_unread = True  # whether streams that nothing reads may be left out
 
-    def compute(self, cut: Cut, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
-        return ComputePass(cut, merged, begin, unread)
+    def compute(self, stack: Stack, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
+        return ComputePass(stack, merged, begin, unread)
 
-    def hold(self, cut: Cut, begin: int, unread: Collection[int]) -> HoldPass:
-        return HoldPass(cut, begin, unread)
+    def hold(self, stack: Stack, begin: int, unread: Collection[int]) -> HoldPass:
+        return HoldPass(stack, begin, unread)
 
 
 # The runner
@@ -356,7 +324,7 @@ class BlockPasses:
 class CallPath:
     """The traced stack for one call structure, what its replay check has found, and the passes that are used again."""
 
-    cut: Cut
+    stack: Stack
     begin: int  # the first call that may be held
     passes: BlockPasses
     traceable: bool  # the loop only calls its blocks
@@ -368,14 +336,14 @@ class CallPath:
 
     def make_compute_pass(self, unread: frozenset[int]) -> ComputePass:
         """A pass that computes."""
-        pass_ = self.passes.compute(self.cut, self.merged, self.begin, unread)
+        pass_ = self.passes.compute(self.stack, self.merged, self.begin, unread)
         if pass_.traceable:
             self.compute_passes[self.merged, unread] = pass_
         return pass_
 
     def make_hold_pass(self, unread: frozenset[int]) -> HoldPass:
         """A pass that holds."""
-        pass_ = self.passes.hold(self.cut, self.begin, unread)
+        pass_ = self.passes.hold(self.stack, self.begin, unread)
         if pass_.traceable:
             self.hold_passes[unread] = pass_
         return pass_
@@ -436,8 +404,8 @@ class BlockRunner:
             return pass_
 
         try:
-            first = choose(None) if call.signal is None else self._read_signal(call, path.cut, choose)
-            plain = call.plain if path.traceable else self._traced_call(call)
+            first = choose(None) if call.signal is None else self._read_signal(call, path.stack, choose)
+            plain = call.plain if path.traceable else self._transformer.eager_call(call.plain)
             output = transformer.run(first, plain, call.args, call.kwargs)
             first.finish()
             decision, pass_ = decisions[-1]
@@ -448,7 +416,7 @@ class BlockRunner:
                 pass_.reset()
 
     def _read_signal(
-        self, call: ForwardCall, cut: Cut, choose: Callable[[torch.Tensor | None], StackPass]
+        self, call: ForwardCall, stack: Stack, choose: Callable[[torch.Tensor | None], StackPass]
     ) -> StackPass:
         """A pass that reads the signal at the stack's first block and continues as the policy decides.
 
@@ -466,7 +434,7 @@ class BlockRunner:
             return decided
 
         if not self._transformer.compiled:
-            return DecidePass(cut, choose_at_first_block)
+            return DecidePass(stack, choose_at_first_block)
         chosen: list[StackPass] = []
 
         def stop_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
@@ -475,7 +443,7 @@ class BlockRunner:
 
         try:
             self._transformer.run(
-                DecidePass(cut, stop_at_first_block), self._transformer.call_eager, call.args, call.kwargs
+                DecidePass(stack, stop_at_first_block), self._transformer.call_eager, call.args, call.kwargs
             )
         except _SignalReadError:
             return chosen[0]
@@ -484,22 +452,18 @@ class BlockRunner:
     def _trace(self, call: ForwardCall, structure: Any) -> CallPath:
         """Trace one forward; its result is dropped, so that the next one runs as every later one."""
         pass_ = TracePass()
-        self._transformer.run(pass_, self._traced_call(call), call.args, call.kwargs)
-        cut = pass_.trace.cut(self._transformer.family.head)
-        begin = cut.head if call.signal is not None else 0
-        path = self._transformer.paths[structure] = CallPath(cut, begin, call.passes, not pass_.class_tested)
+        self._transformer.run(pass_, self._transformer.eager_call(call.plain), call.args, call.kwargs)
+        stack = pass_.trace.build_stack(self._transformer.family.head)
+        begin = stack.head if call.signal is not None else 0
+        path = self._transformer.paths[structure] = CallPath(stack, begin, call.passes, not pass_.class_tested)
         return path
-
-    def _traced_call(self, call: ForwardCall) -> Callable[..., Any]:
-        """A call in which every block call reaches the proxies: not a compiled one, which need not make them."""
-        return self._transformer.call_eager if self._transformer.compiled else call.plain
 
     def _compute(self, call: ForwardCall, path: CallPath) -> Outcome:
         """Compute a forward that has left its path, along a new trace."""
         pass_ = path.make_compute_pass(NO_GROUPS)
         pass_.leaving = None if self._transformer.compiled else {}
         try:
-            plain = call.plain if path.traceable else self._traced_call(call)
+            plain = call.plain if path.traceable else self._transformer.eager_call(call.plain)
             output = self._transformer.run(pass_, plain, call.args, call.kwargs)
             pass_.finish()
             return Outcome(output, OTHER_PATH, self._keep(call, path, output, pass_))
@@ -512,64 +476,9 @@ class BlockRunner:
         if path.verified:
             return held
         if not self._transformer.compiled:
-            return self._verify(call, path, (output, pass_.leaving), held)
-        eager = path.passes.compute(path.cut, False, path.begin, NO_GROUPS)
+            return verify_path(self._transformer, call, path, (output, pass_.leaving), held)
+        eager = path.passes.compute(path.stack, False, path.begin, NO_GROUPS)
         with eager.use_once() as leaving:
             output = self._transformer.run(eager, self._transformer.call_eager, call.args, call.kwargs)
-            self._verify(call, path, (output, leaving), eager.held())
+            verify_path(self._transformer, call, path, (output, leaving), eager.held())
         return held.merge() if path.merged and isinstance(held, Residuals) else held
-
-    def _verify(self, call: ForwardCall, path: CallPath, computed: Any, held: HeldTensors) -> HeldTensors:
-        """Hold the step that was just computed: it must give the same. Merged residuals first, they are fewer."""
-        transformer = self._transformer
-        candidates = [held]
-        if isinstance(held, Residuals) and path.cut.groups < len(path.cut.chains):
-            candidates.insert(0, held.merge())
-        for candidate in candidates:
-            pass_ = path.passes.hold(path.cut, path.begin, NO_GROUPS)
-            pass_.load(candidate)
-            with pass_.use_once() as leaving:
-                output = transformer.run(pass_, self._traced_call(call), call.args, call.kwargs)
-                pass_.finish()
-            merged = candidate is not held
-            report = compare_replay(
-                transformer.class_name, transformer.groups, computed, (output, leaving), path.cut, merged
-            )
-            if report.ok:
-                path.verified, path.merged = True, merged
-                path.unread = self._find_unread(call, path, candidate, output)
-                names = path.cut.group_names
-                transformer.report = replace(report, unread=tuple(names[group] for group in sorted(path.unread)))
-                return candidate.without(path.unread) if isinstance(candidate, Residuals) else candidate
-        raise UnsupportedModelError(
-            f"{report}\nA held step would differ from a computed one, so nothing is held on this model. "
-            "Register an extractor for it with holdover.register_extractor.",
-            report,
-        )
-
-    def _find_unread(self, call: ForwardCall, path: CallPath, held: HeldTensors, output: Any) -> frozenset[int]:
-        """The groups of segments whose streams nothing reads after the blocks, so that they need not be held.
-
-        Held once more with a placeholder for each: one that is read stays, and the output must not change by a bit.
-        """
-        transformer = self._transformer
-        if not path.passes.skips_unread or transformer.compiled or transformer.groups.synchronized:
-            return NO_GROUPS
-        unread = frozenset(chain.group for chain in path.cut.chains) - path.cut.main_groups
-        while unread:
-            pass_ = path.passes.hold(path.cut, path.begin, unread)
-            pass_.load(held)
-            try:
-                with pass_.use_once():
-                    found = transformer.run(pass_, call.plain, call.args, call.kwargs)
-                    pass_.finish()
-            except UnreadStreamError as error:
-                unread -= {error.group}
-                continue
-            except (DivergedError, *_MODEL_ERRORS):
-                return NO_GROUPS
-            returned = next((t.group for t in tensors_in([found]) if isinstance(t, UnreadStream)), None)
-            if returned is None:
-                return unread if equal_outputs(found, output) else NO_GROUPS
-            unread -= {returned}
-        return NO_GROUPS

@@ -17,9 +17,8 @@ from torch import nn
 
 from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
-from ..models.arguments import describe, host_values
-from ..models.registry import INPUT
-from ..models.wrapping import in_shard_wrappers
+from ..models.inputs import collect_host_values, describe_arguments, has_fsdp_wrappers
+from ..models.registry import INPUT_SIGNAL
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
 from ..stats import Ledger, Stats, StepRecord
@@ -107,7 +106,7 @@ class Engine:
         notes: list[str] = []
         for transformer in self.transformers:
             notes += method.prepare(transformer, self.pipeline)
-            if method.signal(transformer) not in (None, INPUT) and in_shard_wrappers(transformer.module):
+            if method.signal(transformer) not in (None, INPUT_SIGNAL) and has_fsdp_wrappers(transformer.module):
                 raise EnableError(
                     f"The weights of this {transformer.class_name} are in FullyShardedDataParallel's wrappers, outside "
                     "of which the signal of its blocks cannot be read. Shard it with fully_shard, use another method, "
@@ -126,8 +125,8 @@ class Engine:
         if torch.is_grad_enabled() or transformer.core.training:
             return self._run_uncached(plain, args, kwargs)
         try:
-            arguments = transformer.inputs.of_call(args, kwargs) if args else kwargs
-            structure, shapes = describe(arguments)
+            arguments = transformer.inputs.bind(args, kwargs) if args else kwargs
+            structure, shapes = describe_arguments(arguments)
             step, branch = self._locate(transformer, arguments)
             generation = self._generation
             method = generation.method
@@ -145,7 +144,7 @@ class Engine:
                 runner = self._runners.get((transformer, type(method))) or self._add_runner(transformer, method)
                 call = ForwardCall(
                     generation, transformer, branch, step, state, plain, args, kwargs, structure,
-                    transformer.inputs.timestep(arguments), changed, method.block_passes(transformer),
+                    transformer.inputs.get_timestep(arguments), changed, method.block_passes(transformer),
                 )  # fmt: skip
                 if state.policy.needs_signal and (signal := method.signal(transformer)) is not None:
                     call.prepare_signal(signal)
@@ -179,10 +178,10 @@ class Engine:
         if self.pipeline is not None:
             self._clock.watch()
         hint, inputs = transformer.hint, transformer.inputs
-        timestep = inputs.timestep(arguments)
+        timestep = None if inputs.timestep_name is None else arguments.get(inputs.timestep_name)
         label, host, conditioning = hint.name, None, ()
         if label is None:
-            conditioning, host = inputs.conditioning(arguments), host_values(arguments)
+            conditioning, host = inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
             step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
             if step < self._generation.step:

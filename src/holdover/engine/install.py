@@ -25,11 +25,9 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from ..errors import EnableError
-from ..models.arguments import ForwardArguments
-from ..models.extractors import extractor_of
-from ..models.lists import block_lists
-from ..models.registry import family_of
-from ..models.wrapping import class_of, unwrapped
+from ..models.inputs import ForwardSignature, get_module_class, unwrap_module
+from ..models.registry import find_extractor, get_family
+from ..models.trace import find_block_lists
 from .parallel import SequenceSplits, find_groups
 from .storage import RecentDict, map_output
 
@@ -133,11 +131,11 @@ class CachedTransformer:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.core: nn.Module = unwrapped(module)
-        self.family = family_of(self.core)
-        self.extractor = extractor_of(self.core)
-        self.inputs = ForwardArguments(self.core, self.family.conditioning)
-        self.lists = block_lists(self.core)
+        self.core: nn.Module = unwrap_module(module)
+        self.family = get_family(self.core)
+        self.extractor = find_extractor(self.core)
+        self.inputs = ForwardSignature(self.core, self.family.conditioning)
+        self.lists = find_block_lists(self.core)
         self.paths: RecentDict[Any, Any] = RecentDict()
         self.hint = NO_HINT
         self.running: BlockPass | None = None
@@ -151,11 +149,15 @@ class CachedTransformer:
 
     @property
     def class_name(self) -> str:
-        return class_of(self.core).__name__
+        return get_module_class(self.core).__name__
 
     def call_eager(self, *args: Any, **kwargs: Any) -> Any:
         """Call the transformer uncompiled."""
         return self.core._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def eager_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A call in which every block call reaches the proxies: not a compiled one, which need not make them."""
+        return self.call_eager if self.compiled else plain
 
     def install(self, overrides: Overrides, engine: Engine) -> None:
         """Enter the transformer's calls and contexts; `overrides` takes everything off again."""

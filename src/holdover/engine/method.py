@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..config import Config
 from ..grid import Grid
-from ..models.family import Signal
+from ..models.registry import Signal
 from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
 from ..predictors.linear import Predictor

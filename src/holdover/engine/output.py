@@ -8,8 +8,8 @@ import torch
 
 from ..context import CacheContext
 from ..errors import UnsupportedModelError
-from ..models.arguments import tensors_in
-from ..models.registry import INPUT
+from ..models.inputs import iter_tensors
+from ..models.registry import INPUT_SIGNAL
 from .parallel import known_to_shards
 from .state import ForwardCall, Outcome
 from .storage import HeldOutput, HeldTuple, RecentDict
@@ -46,12 +46,12 @@ class OutputRunner:
         """The model's input: the only signal there is without blocks."""
         if call.signal is None:
             return None
-        if call.signal is not INPUT.of_block:
+        if call.signal is not INPUT_SIGNAL.of_block:
             raise UnsupportedModelError(
                 f"The blocks of this {self._transformer.class_name} cannot be traced, so their signal cannot be read. "
                 'Measure coefficients with signal="input" and use them.'
             )
-        return next(tensors_in([*call.args, *call.kwargs.values()]))
+        return next(iter_tensors([*call.args, *call.kwargs.values()]))
 
     def _verify(self, call: ForwardCall, held: HeldOutput) -> None:
         """The model must give the same output for the same input: one with a memory of its own cannot be held."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..models.wrapping import unwrapped
+from ..models.inputs import unwrap_module
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -98,7 +98,7 @@ def find_groups(transformer: nn.Module, stated: Ranks | None) -> Groups:
     """The stated groups, and those the transformer itself is split over; raises where the two contradict."""
     if not dist.is_available() or not dist.is_initialized():
         return SINGLE_PROCESS
-    found = Ranks(**_parallel_config(unwrapped(transformer)), **_shard_groups(transformer)).groups()
+    found = Ranks(**_parallel_config(unwrap_module(transformer)), **_shard_groups(transformer)).groups()
     if stated is None:
         return found
     groups, merged = stated.groups(), {}

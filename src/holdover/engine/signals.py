@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..grid import Grid
-from ..models.family import TimeSignal
-from ..models.wrapping import gathered
+from ..models.inputs import gather_weights
+from ..models.registry import TimeSignal
 from .clock import noisiest
 from .parallel import SINGLE_PROCESS, Groups
 
@@ -135,7 +135,7 @@ def compute_changes(
     if scale is None:
         return None
     times = torch.tensor(grid.noise, dtype=torch.float32) * scale
-    with gathered(transformer.core):
+    with gather_weights(transformer.core):
         rows = signal(transformer.core, times.to(_embedder_device(transformer, timestep), timestep.dtype)).flatten(1)
     changes = (rows[1:] - rows[:-1]).abs().mean(1) / rows[:-1].abs().mean(1)
     return KnownChanges((0.0, *(float(c) for c in changes.float().tolist())))
@@ -147,7 +147,7 @@ def read_time_signal(transformer: CachedTransformer, signal: TimeSignal, timeste
     if value is None or not isinstance(timestep, torch.Tensor):
         return None
     device = _embedder_device(transformer, timestep)
-    with gathered(transformer.core):
+    with gather_weights(transformer.core):
         return signal(transformer.core, torch.tensor([value], device=device, dtype=timestep.dtype))
 
 
@@ -163,7 +163,7 @@ def onloaded(block: nn.Module) -> Iterator[None]:
     registry = getattr(block, "_diffusers_hook", None)
     hook = registry.get_hook("group_offloading") if registry is not None else None
     if hook is None:
-        with gathered(block):
+        with gather_weights(block):
             yield
         return
     hook.pre_forward(block)

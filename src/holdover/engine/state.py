@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..grid import Grid
-from ..models.family import BlockSignal, Signal
+from ..models.registry import BlockSignal, Signal
 from ..policies.base import NOTHING_HELD, Decision, Policy
 from ..predictors.linear import Hold, Predictor
 from ..stats import GenerationStats

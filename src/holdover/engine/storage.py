@@ -9,7 +9,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from ..models.cut import Cut
+from ..models.graph import Stack
+from ..models.inputs import iter_tensors
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -76,31 +77,31 @@ class Residuals(HeldTensors):
     and slot; a held step returns copies of them.
     """
 
-    def __init__(self, cut: Cut, merged: bool) -> None:
-        self.cut = cut
+    def __init__(self, stack: Stack, merged: bool) -> None:
+        self.stack = stack
         self.merged = merged
         self.values: dict[int, torch.Tensor] = {}
         self.sides: dict[tuple[int, int], torch.Tensor] = {}
         self._first: dict[int, int] = {}  # group -> the segment its merged residual is added at
 
-    def add(self, chain: int, residual: torch.Tensor) -> None:
+    def add(self, segment: int, residual: torch.Tensor) -> None:
         """Store the residual of one segment."""
         if self.merged:
-            chain = self._first.setdefault(self.cut.chains[chain].group, chain)
-        held = self.values.get(chain)
-        self.values[chain] = residual if held is None else held + residual
+            segment = self._first.setdefault(self.stack.segments[segment].group, segment)
+        held = self.values.get(segment)
+        self.values[segment] = residual if held is None else held + residual
 
     def merge(self) -> Residuals:
         """The same with one residual per stream."""
-        merged = Residuals(self.cut, merged=True)
-        for chain in sorted(self.values):
-            merged.add(chain, self.values[chain])
+        merged = Residuals(self.stack, merged=True)
+        for segment in sorted(self.values):
+            merged.add(segment, self.values[segment])
         merged.sides = self.sides
         return merged
 
     def without(self, groups: Collection[int]) -> Residuals:
         """The same without the residuals of some groups of segments."""
-        kept = {c: value for c, value in self.values.items() if self.cut.chains[c].group not in groups}
+        kept = {c: value for c, value in self.values.items() if self.stack.segments[c].group not in groups}
         return self._copy_with(kept, self.sides)
 
     def is_compatible(self, other: HeldTensors) -> bool:
@@ -108,30 +109,30 @@ class Residuals(HeldTensors):
             isinstance(other, Residuals)
             and self.merged == other.merged
             and self.values.keys() == other.values.keys()
-            and self.cut == other.cut
+            and self.stack == other.stack
         )
 
     def weighted_sum(self, terms: Sequence[tuple[float, Residuals]]) -> Residuals:
-        sums = {chain: sum_weighted((w, r.values[chain]) for w, r in terms) for chain in self.values}
+        sums = {segment: sum_weighted((w, r.values[segment]) for w, r in terms) for segment in self.values}
         return self._copy_with(sums, self.sides)
 
     def map(self, function: Callable[[Any], Any]) -> Residuals:
-        values = {chain: function(value) for chain, value in self.values.items()}
+        values = {segment: function(value) for segment, value in self.values.items()}
         return self._copy_with(values, {at: function(side) for at, side in self.sides.items()})
 
     def _copy_with(self, values: dict[int, torch.Tensor], sides: dict[tuple[int, int], torch.Tensor]) -> Residuals:
-        other = Residuals(self.cut, self.merged)
+        other = Residuals(self.stack, self.merged)
         other.values, other.sides, other._first = values, sides, self._first
         return other
 
     @property
     def main(self) -> tuple[torch.Tensor, ...]:
-        main_groups, main_stream = self.cut.main_groups, self.cut.main_stream
-        chains = [(c, self.cut.chains[c]) for c in sorted(self.values)]
+        main_groups, main_stream = self.stack.main_groups, self.stack.main_stream
+        segments = [(c, self.stack.segments[c]) for c in sorted(self.values)]
         return tuple(
             self.values[c]
-            for c, chain in chains
-            if (chain.group in main_groups if self.merged else chain.stream == main_stream)
+            for c, segment in segments
+            if (segment.group in main_groups if self.merged else segment.stream == main_stream)
         )
 
     @property
@@ -198,6 +199,36 @@ class HeldTuple(HeldTensors):
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.main)
+
+
+class DivergedError(Exception):
+    """The forward does not follow the traced stack, so what is held does not belong to it."""
+
+
+class UnreadStreamError(DivergedError):
+    """Something reads a stream that was expected to be unread."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.group = group
+
+
+class UnreadStream(torch.Tensor):
+    """Stands for a stream that nothing is expected to read after the blocks; an operation on it is an error."""
+
+    group: int
+
+    @staticmethod
+    def of_group(group: int) -> UnreadStream:
+        """A placeholder for the streams of one group of segments."""
+        made: UnreadStream = torch.Tensor._make_subclass(UnreadStream, torch.empty(0))
+        made.group = group
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = next(t for t in iter_tensors([args, kwargs]) if isinstance(t, UnreadStream))
+        raise UnreadStreamError(read.group)
 
 
 class OutputSlot:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..models.arguments import tensors_in
-from ..models.cut import Cut
+from ..errors import UnsupportedModelError
+from ..models.graph import Stack
+from ..models.inputs import iter_tensors
 from .parallel import Groups, largest
+from .storage import DivergedError, HeldTensors, Residuals, UnreadStream, UnreadStreamError
+
+if TYPE_CHECKING:
+    from .blocks import CallPath
+    from .install import CachedTransformer
+    from .state import ForwardCall
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class ReplayReport:
     """
 
     model: str
-    cut: Cut | str
+    stack: Stack | str
     merged: bool
     outputs: tuple[float, ...]
     streams: tuple[tuple[str, float], ...]
@@ -42,7 +49,7 @@ class ReplayReport:
     def __str__(self) -> str:
         verdict = "replays" if self.ok else "does not replay"
         lines = [f"{self.model} {verdict}: largest relative error {self.max_error:.1e} (allowed {self.tolerance:.0e})"]
-        lines.append(f"  stack: {self.cut}{', one residual per stream' if self.merged else ''}")
+        lines.append(f"  stack: {self.stack}{', one residual per stream' if self.merged else ''}")
         if self.unread:
             lines.append(f"  not held, because nothing reads it after the blocks: {', '.join(self.unread)}")
         lines += [f"  output {i}: {error:.1e}" for i, error in enumerate(self.outputs)]
@@ -55,13 +62,13 @@ def compare_replay(
     groups: Groups,
     computed: tuple[Any, Mapping[int, torch.Tensor]],
     held: tuple[Any, Mapping[int, torch.Tensor]],
-    cut: Cut | str,
+    stack: Stack | str,
     merged: bool = False,
 ) -> ReplayReport:
     """Compare outputs and streams of a computed and a held forward; ranks that run the same blocks agree."""
     (output, streams), (held_output, held_streams) = computed, held
-    before, after = list(tensors_in(_as_plain(output))), list(tensors_in(_as_plain(held_output)))
-    names = {} if isinstance(cut, str) else cut.group_names
+    before, after = list(iter_tensors(_as_plain(output))), list(iter_tensors(_as_plain(held_output)))
+    names = {} if isinstance(stack, str) else stack.group_names
     errors = tuple(
         (names.get(group, str(group)), relative_error(streams[group], held_streams[group]))
         for group in streams.keys() & held_streams.keys()
@@ -70,7 +77,7 @@ def compare_replay(
     dtypes = [t.dtype for t in (*before, *streams.values()) if t.is_floating_point()]
     tolerance = max([1e-3, *(8 * torch.finfo(dtype).eps for dtype in dtypes)])
     outputs = tuple(relative_error(a, b) for a, b in zip(before, after, strict=True))
-    report = ReplayReport(model, cut, merged, outputs, errors, tolerance)
+    report = ReplayReport(model, stack, merged, outputs, errors, tolerance)
     worst = largest(groups, report.max_error)
     if worst > report.max_error:
         report = replace(report, streams=(*report.streams, ("on another rank", worst)))
@@ -92,9 +99,76 @@ def relative_error(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 def equal_outputs(one: Any, other: Any) -> bool:
     """Whether two outputs are the same, bit for bit."""
-    pairs = list(zip(tensors_in([one]), tensors_in([other]), strict=True))
+    pairs = list(zip(iter_tensors([one]), iter_tensors([other]), strict=True))
     return all(a.dtype == b.dtype and relative_error(a, b) == 0.0 for a, b in pairs)
 
 
 def _as_plain(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
+
+
+# What a model raises for an unexpected tensor; errors of a user's hooks are of other kinds and pass through.
+_MODEL_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)
+
+
+def verify_path(
+    transformer: CachedTransformer, call: ForwardCall, path: CallPath, computed: Any, held: HeldTensors
+) -> HeldTensors:
+    """Hold the step that was just computed: it must give the same, or the model is refused.
+
+    Returns what is held in the form in which it replays. Merged residuals are tried first, they are fewer.
+    """
+    candidates = [held]
+    if isinstance(held, Residuals) and path.stack.group_count < len(path.stack.segments):
+        candidates.insert(0, held.merge())
+    for candidate in candidates:
+        pass_ = path.passes.hold(path.stack, path.begin, frozenset())
+        pass_.load(candidate)
+        with pass_.use_once() as leaving:
+            output = transformer.run(pass_, transformer.eager_call(call.plain), call.args, call.kwargs)
+            pass_.finish()
+        merged = candidate is not held
+        report = compare_replay(
+            transformer.class_name, transformer.groups, computed, (output, leaving), path.stack, merged
+        )
+        if report.ok:
+            path.verified, path.merged = True, merged
+            path.unread = _find_unread(transformer, call, path, candidate, output)
+            names = path.stack.group_names
+            transformer.report = replace(report, unread=tuple(names[group] for group in sorted(path.unread)))
+            return candidate.without(path.unread) if isinstance(candidate, Residuals) else candidate
+    raise UnsupportedModelError(
+        f"{report}\nA held step would differ from a computed one, so nothing is held on this model. "
+        "Register an extractor for it with holdover.register_extractor.",
+        report,
+    )
+
+
+def _find_unread(
+    transformer: CachedTransformer, call: ForwardCall, path: CallPath, held: HeldTensors, output: Any
+) -> frozenset[int]:
+    """The groups of segments whose streams nothing reads after the blocks, so that they need not be held.
+
+    The step is held once more with a placeholder for each such stream: one that is read stays, and the output must not
+    change by a bit. Not where a compiler traces the whole model, and not where ranks meet in the blocks.
+    """
+    if not path.passes.skips_unread or transformer.compiled or transformer.groups.synchronized:
+        return frozenset()
+    unread = frozenset(segment.group for segment in path.stack.segments) - path.stack.main_groups
+    while unread:
+        pass_ = path.passes.hold(path.stack, path.begin, unread)
+        pass_.load(held)
+        try:
+            with pass_.use_once():
+                found = transformer.run(pass_, call.plain, call.args, call.kwargs)
+                pass_.finish()
+        except UnreadStreamError as error:
+            unread -= {error.group}
+            continue
+        except (DivergedError, *_MODEL_ERRORS):
+            return frozenset()
+        returned = next((t.group for t in iter_tensors([found]) if isinstance(t, UnreadStream)), None)
+        if returned is None:
+            return unread if equal_outputs(found, output) else frozenset()
+        unread -= {returned}
+    return unread

@@ -1,7 +1,7 @@
 """MagCache's documented way to add a model by hand: a strategy says what its residual is and how it is applied.
 
 Where tracing suffices no strategy is needed. One that only gives `mag_ratios` changes nothing else; one that
-overrides how the residual is computed or applied is followed to the letter, and checked like every other cut.
+overrides how the residual is computed or applied is followed to the letter, and checked like every other stack.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from ..engine.blocks import BlockPasses, ComputePass, HoldPass
 from ..engine.storage import HeldTensors, HeldTuple
 from ..errors import ConfigError
-from ..models.arguments import pick
-from ..models.cut import BlockCall, Cut
+from ..models.graph import BlockCall, Stack
+from ..models.inputs import get_argument
 from ..profiles import shipped
 
 Residual = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -109,29 +109,29 @@ class StrategyPasses(BlockPasses):
     def __init__(self, strategy: MagCacheStrategy) -> None:
         self._strategy = strategy
 
-    def compute(self, cut: Cut, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
-        return _StrategyComputePass(cut, begin, self._strategy)
+    def compute(self, stack: Stack, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
+        return _StrategyComputePass(stack, begin, self._strategy)
 
-    def hold(self, cut: Cut, begin: int, unread: Collection[int]) -> HoldPass:
-        return _StrategyHoldPass(cut, begin, self._strategy)
+    def hold(self, stack: Stack, begin: int, unread: Collection[int]) -> HoldPass:
+        return _StrategyHoldPass(stack, begin, self._strategy)
 
 
 class _StrategyComputePass(ComputePass):
     traceable = False
 
-    def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
-        super().__init__(cut, merged=True, begin=begin)
+    def __init__(self, stack: Stack, begin: int, strategy: MagCacheStrategy) -> None:
+        super().__init__(stack, merged=True, begin=begin)
         self._strategy = strategy
-        self._last = max(i for i, call in enumerate(cut.calls) if cut.main_link(call) is not None)
+        self._last = max(i for i, call in enumerate(stack.calls) if stack.find_main_link(call) is not None)
         self._head_input: torch.Tensor | None = None
         self._held: HeldTuple | None = None
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         site = self.next_site(blocks, index)
         if site.number == self.begin:
-            link = self.cut.main_link(self.cut.calls[site.number])
+            link = self.stack.find_main_link(self.stack.calls[site.number])
             assert link is not None
-            self._head_input = pick(args, kwargs, link.key)
+            self._head_input = get_argument(args, kwargs, link.key)
         output = block(*args, **kwargs)
         if site.number == self._last:
             assert self._head_input is not None
@@ -148,8 +148,8 @@ class _StrategyComputePass(ComputePass):
 class _StrategyHoldPass(HoldPass):
     traceable = False
 
-    def __init__(self, cut: Cut, begin: int, strategy: MagCacheStrategy) -> None:
-        super().__init__(cut, begin)
+    def __init__(self, stack: Stack, begin: int, strategy: MagCacheStrategy) -> None:
+        super().__init__(stack, begin)
         self._strategy = strategy
         self._residual: Residual | None = None
 
@@ -159,8 +159,8 @@ class _StrategyHoldPass(HoldPass):
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         site = self.next_site(blocks, index)
-        call = self.cut.calls[site.number]
-        streams = {link.slot: pick(args, kwargs, link.key) for link in call.links}
+        call = self.stack.calls[site.number]
+        streams = {link.slot: get_argument(args, kwargs, link.key) for link in call.links}
         if site.number == self.begin:
             assert self._residual is not None
             hidden, encoder = self._find_slots(call, type(block))
@@ -178,6 +178,6 @@ class _StrategyHoldPass(HoldPass):
         metadata = self._strategy.register_block_metadata(block_class)
         if metadata is not None:
             return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index
-        main = self.cut.main_link(call)
+        main = self.stack.find_main_link(call)
         assert main is not None
         return main.slot, next((link.slot for link in call.links if link is not main), None)

@@ -1,1 +1,1 @@
-"""Where is the cut, what is the signal? Found by tracing one forward; what tracing cannot know is declared."""
+"""The model layer: where a transformer's blocks are, which streams connect them, and what each family declares."""

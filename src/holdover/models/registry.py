@@ -1,59 +1,156 @@
-"""Which family a transformer belongs to."""
+"""What is declared about a transformer class: its family, and for untraceable models its extractor.
+
+A family declares only what a trace of one forward cannot show. The shipped families are in `families.py`; users add
+their own with `register_family`.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
+import torch
 from torch import nn
 
-from . import families
-from .family import Family, Signal
+from ..context import CacheContext
+from ..errors import ConfigError, did_you_mean
+from ..grid import Grid
 
-_registered: dict[str, Family] = {}
-
-
-def first_input(block: nn.Module, arguments: dict[str, object]) -> object:
-    """The default signal: the hidden states that enter the first block."""
-    return arguments.get("hidden_states", next(iter(arguments.values())))
-
-
-INPUT = Signal("input", of_block=first_input)  # type: ignore[arg-type]
-ANY = Family("any", (), signals=(INPUT,))
+Arguments = Mapping[str, Any]
+BlockSignal = Callable[[nn.Module, Arguments], torch.Tensor]
+TimeSignal = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Extractor = Callable[..., CacheContext]
 
 
-@cache
-def _shipped() -> dict[str, Family]:
-    """Every `FAMILY` or `FAMILIES` declared in models/families, by class name."""
-    found: dict[str, Family] = {}
-    for info in pkgutil.iter_modules(families.__path__):
-        module = importlib.import_module(f"{families.__name__}.{info.name}")
-        for family in module.FAMILIES:
-            found.update(dict.fromkeys(family.classes, family))
-    return found
+@dataclass(frozen=True)
+class Signal:
+    """The tensor TeaCache compares between steps. Give exactly one of the two functions.
+
+    - `of_block(block, arguments)` computes it from the first block of the stack and that call's arguments by name.
+    - `of_time(transformer, timesteps)` computes it from the timesteps alone, one row per timestep; the whole schedule
+      is then known before step 0.
+    """
+
+    name: str
+    of_block: BlockSignal | None = None
+    of_time: TimeSignal | None = None
+
+    def __post_init__(self) -> None:
+        if (self.of_block is None) == (self.of_time is None):
+            raise ValueError(f"Signal {self.name!r} needs exactly one of of_block and of_time.")
+
+
+def allow_hold(arguments: Arguments) -> str | None:
+    """Default of `Family.must_compute`: no pass has side effects, so every pass may be held."""
+    return None
+
+
+def handle_all_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
+    """Default of `Family.range_of`: the transformer handles every step."""
+    return grid
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: its transformer classes and what must be declared about them.
+
+    - `signals`: TeaCache signals; the first one is the default.
+    - `head`: the list at whose first block the signal is read, if refiner stacks come before it.
+    - `conditioning`: the forward arguments that distinguish branches, if their names do not show it.
+    - `must_compute(arguments)`: the reason why this pass must not be held (it writes a KV cache, for example), or None.
+    - `range_of(pipeline, transformer, grid)`: the steps this transformer handles, if a pipeline has two experts.
+    - `time_runs_up`: the model receives 1 - t instead of t.
+    - `notes`: other facts for the model tables of the documentation.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    signals: tuple[Signal, ...] = ()
+    head: str | None = None
+    conditioning: tuple[str, ...] = ()
+    must_compute: Callable[[Arguments], str | None] = allow_hold
+    range_of: Callable[[Any, nn.Module, Grid], Grid] = handle_all_steps
+    time_runs_up: bool = False
+    notes: str = field(default="", compare=False)
+
+    def signal(self, name: str | None = None) -> Signal | None:
+        """Return the signal of that name, or the default signal; None if the family declares none."""
+        if name is None:
+            return self.signals[0] if self.signals else None
+        return next((s for s in self.signals if s.name == name), None)
+
+
+def read_block_input(block: nn.Module, arguments: Arguments) -> torch.Tensor:
+    """Return the hidden states that enter a block."""
+    hidden_states: torch.Tensor = arguments.get("hidden_states", next(iter(arguments.values())))
+    return hidden_states
+
+
+INPUT_SIGNAL = Signal("input", of_block=read_block_input)
+DEFAULT_FAMILY = Family("any", (), signals=(INPUT_SIGNAL,))
+
+FAMILY_REGISTRY: dict[str, Family] = {}
+EXTRACTOR_REGISTRY: dict[str, Extractor] = {}
 
 
 def register_family(family: Family) -> None:
     """Declare a family for classes that are not in diffusers, or override a shipped one."""
-    _registered.update(dict.fromkeys(family.classes, family))
+    FAMILY_REGISTRY.update(dict.fromkeys(family.classes, family))
 
 
 def unregister_family(family: Family) -> None:
-    """Take a declaration back."""
+    """Remove a registered family; its classes get the shipped or the default family again."""
     for name in family.classes:
-        _registered.pop(name, None)
+        FAMILY_REGISTRY.pop(name, None)
 
 
-def family_of(module: nn.Module) -> Family:
-    """The family declared for the module's class or the nearest of its bases; `ANY` where there is none."""
+def get_family(module: nn.Module) -> Family:
+    """Return the family of the module's class or its nearest base class; `DEFAULT_FAMILY` if none is declared."""
     for cls in type(module).__mro__:
-        family = _registered.get(cls.__name__) or _shipped().get(cls.__name__)
+        family = FAMILY_REGISTRY.get(cls.__name__) or _load_shipped_families().get(cls.__name__)
         if family is not None:
             return family
-    return ANY
+    return DEFAULT_FAMILY
 
 
-def families_declared() -> dict[str, Family]:
-    """All declarations by class name, registered ones over shipped ones."""
-    return {**_shipped(), **_registered}
+def list_families() -> dict[str, Family]:
+    """Return all declared families by class name; a registered family overrides a shipped one."""
+    return {**_load_shipped_families(), **FAMILY_REGISTRY}
+
+
+@cache
+def _load_shipped_families() -> dict[str, Family]:
+    from .families import FAMILIES  # imported here because the table is written in terms of this module
+
+    return {name: family for family in FAMILIES for name in family.classes}
+
+
+def register_extractor(transformer_cls_name: str, extractor_fn: Extractor) -> None:
+    """Use `extractor_fn(module, *args, **kwargs) -> CacheContext` for transformers of that class."""
+    if not callable(extractor_fn):
+        raise TypeError(f"An extractor must be a function, not {type(extractor_fn).__name__}.")
+    EXTRACTOR_REGISTRY[transformer_cls_name] = extractor_fn
+
+
+def unregister_extractor(transformer_cls_name: str) -> None:
+    """Remove the extractor of that class, so that it is traced again."""
+    EXTRACTOR_REGISTRY.pop(transformer_cls_name, None)
+
+
+def get_extractor(transformer_cls_name: str) -> Extractor:
+    """Return the extractor registered for a class name."""
+    try:
+        return EXTRACTOR_REGISTRY[transformer_cls_name]
+    except KeyError:
+        hint = did_you_mean(transformer_cls_name, EXTRACTOR_REGISTRY)
+        raise ConfigError(
+            f"No extractor is registered for {transformer_cls_name!r}; a model that can be traced needs none.{hint}"
+        ) from None
+
+
+def find_extractor(transformer: nn.Module) -> Extractor | None:
+    """Return the extractor registered for the transformer's class or its nearest base class, or None."""
+    names = (cls.__name__ for cls in type(transformer).__mro__)
+    return next((EXTRACTOR_REGISTRY[name] for name in names if name in EXTRACTOR_REGISTRY), None)

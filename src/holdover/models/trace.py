@@ -1,7 +1,8 @@
-"""Find the cut by watching one forward: which block feeds which, by the identity of the tensors passed.
+"""Find a transformer's blocks and streams by tracing one forward.
 
-Nothing is kept of the forward but the inputs of each list's first block and the last output of each list, so tracing a
-large model costs a few activations.
+Blocks are connected by tensor identity: an argument that is the same object as an earlier block's output continues that
+output's stream. A trace keeps only the inputs of each list's first block and the outputs of each list's last block, so
+tracing a large model costs a few activations.
 """
 
 from __future__ import annotations
@@ -14,183 +15,196 @@ import torch
 from torch import nn
 
 from ..errors import UntraceableError
-from .arguments import Key, parameter_names
-from .cut import BlockCall, Chain, Cut, Link
+from .graph import BlockCall, Segment, Stack, StreamLink
+from .inputs import ArgumentKey, get_parameter_names
 
-Kind = tuple[torch.Size, torch.dtype]
+TensorSpec = tuple[torch.Size, torch.dtype]
 
-# Stacks that prepare text or reference tokens: a signal read at their first block would not change with the step.
-_PRELUDES = ("refiner", "text", "txt", "context", "vace", "caption")
+# Lists of small helper modules that are not blocks; they always run.
+_HELPER_WORDS = ("proj", "embed", "norm")
+# Lists that prepare text or reference tokens: a signal read at their first block would not change with the step.
+_PREPARATION_WORDS = ("refiner", "text", "txt", "context", "vace", "caption")
+
+
+def find_block_lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the block lists of a transformer by attribute name.
+
+    These are the ModuleLists among its direct children and inside a direct ModuleDict (`name.key`). Deeper lists are
+    internals of embedders and blocks.
+    """
+    candidates: list[tuple[str, nn.Module]] = []
+    for name, child in transformer.named_children():
+        if isinstance(child, nn.ModuleDict):
+            candidates += [(f"{name}.{key}", inner) for key, inner in child.items()]
+        else:
+            candidates.append((name, child))
+    return {
+        name: blocks
+        for name, blocks in candidates
+        if isinstance(blocks, nn.ModuleList) and len(blocks) and not any(word in name for word in _HELPER_WORDS)
+    }
 
 
 @dataclass
-class _Seen:
-    """One block call as it was seen."""
+class _TracedCall:
+    """One block call: shapes and dtypes of its tensors, and the outputs that its arguments came from."""
 
     blocks: str
     index: int
     block_class: type
     width: int
-    inputs: dict[Key, Kind]
-    outputs: tuple[Kind | None, ...]
-    sources: dict[Key, tuple[int, int]]  # argument -> (earlier call, slot) it came from, untouched
+    inputs: dict[ArgumentKey, TensorSpec]
+    outputs: tuple[TensorSpec | None, ...]
+    sources: dict[ArgumentKey, tuple[int, int]]  # argument -> (earlier call, slot) it came from, unmodified
 
 
 @dataclass
-class _ListTrace:
-    """What is remembered of one list while it is iterated."""
+class _TracedList:
+    """What a trace keeps of one block list."""
 
-    first_inputs: dict[Key, torch.Tensor]
-    distances: dict[tuple[int, Key], torch.Tensor]
-    varying: set[Key] = field(default_factory=set)
-    last: tuple[int, tuple[Any, ...], tuple[object, ...]] | None = None
+    first_inputs: dict[ArgumentKey, torch.Tensor]
+    distances: dict[tuple[int, ArgumentKey], torch.Tensor]  # of the first block's outputs from its inputs
+    varying: set[ArgumentKey] = field(default_factory=set)  # arguments that are not the same object in every call
+    last_call: int = 0
+    last_outputs: tuple[Any, ...] = ()
+    last_versions: tuple[object, ...] = ()
 
 
 class Trace:
-    """Watches the block calls of one forward."""
+    """Records the block calls of one forward."""
 
     def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-        self._lists: dict[str, _ListTrace] = {}
+        self._calls: list[_TracedCall] = []
+        self._lists: dict[str, _TracedList] = {}
 
-    def run(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one block and remember how its streams are connected."""
-        inputs = _tensor_arguments(args, kwargs)
-        sources = {key: source for key, t in inputs.items() if (source := self._source(t)) is not None}
+    def run_block(
+        self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run block `index` of the list `blocks`, record the call and return the block's output."""
+        values: list[tuple[ArgumentKey, Any]] = [*enumerate(args), *kwargs.items()]
+        inputs = {key: value for key, value in values if isinstance(value, torch.Tensor)}
+        sources = {key: source for key, t in inputs.items() if (source := self._find_source(t)) is not None}
         output = block(*args, **kwargs)
         outputs, width = _as_tuple(output, block)
-        listed = self._lists.get(blocks)
-        if listed is None:
-            listed = self._lists[blocks] = _ListTrace(inputs, _distances(inputs, outputs))
+        traced = self._lists.get(blocks)
+        if traced is None:
+            traced = self._lists[blocks] = _TracedList(inputs, _measure_distances(inputs, outputs))
         else:
-            listed.varying |= {k for k, t in inputs.items() if t is not listed.first_inputs.get(k)}
-        marks = tuple(_mark(t) for t in outputs)
-        listed.last = (len(self._seen), outputs, marks)
-        kinds = tuple(_kind(t) if isinstance(t, torch.Tensor) else None for t in outputs)
-        seen_inputs = {key: _kind(t) for key, t in inputs.items()}
-        self._seen.append(_Seen(blocks, index, type(block), width, seen_inputs, kinds, sources))
+            traced.varying |= {key for key, t in inputs.items() if t is not traced.first_inputs.get(key)}
+        traced.last_call, traced.last_outputs = len(self._calls), outputs
+        traced.last_versions = tuple(_get_version(t) for t in outputs)
+        specs = tuple(_get_spec(t) if isinstance(t, torch.Tensor) else None for t in outputs)
+        input_specs = {key: _get_spec(t) for key, t in inputs.items()}
+        self._calls.append(_TracedCall(blocks, index, type(block), width, input_specs, specs, sources))
         return output
 
-    def _source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The earlier call and slot this very tensor left, unless it was written to since."""
-        for listed in self._lists.values():
-            call, outputs, marks = listed.last or (0, (), ())
-            for slot, output in enumerate(outputs):
+    def _find_source(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return the earlier call and slot that returned this tensor object, unless it was written to since."""
+        for traced in self._lists.values():
+            for slot, output in enumerate(traced.last_outputs):
                 if output is tensor:
-                    return (call, slot) if _mark(tensor) == marks[slot] else None
+                    unmodified = _get_version(tensor) == traced.last_versions[slot]
+                    return (traced.last_call, slot) if unmodified else None
         return None
 
-    def cut(self, head: str | None = None) -> Cut:
-        """The cut these calls make."""
-        streams = {name: self._streams(name, listed) for name, listed in self._lists.items()}
-        carried = [seen for seen in self._seen if streams[seen.blocks]]
-        if not carried:
+    def build_stack(self, head: str | None = None) -> Stack:
+        """Return the stack these calls make; `head` is the list at whose first block a signal is read."""
+        streams = {name: self._find_streams(name, traced) for name, traced in self._lists.items()}
+        if not any(streams.values()):
             raise UntraceableError("No list of blocks passes a stream from block to block in this forward.")
-        calls, chains = _chained(carried, self._seen, streams)
-        return Cut(calls, chains, _head(carried, head))
+        segments: list[Segment] = []
+        last_calls: list[int] = []  # per segment
+        open_ends: dict[tuple[int, int], int] = {}  # (call, slot) -> the segment that has come this far
+        groups: dict[tuple[str, int, TensorSpec | None], int] = {}
+        routes: dict[int, list[tuple[int, ArgumentKey, int]]] = {}  # call -> (slot, argument, segment) of each stream
+        for number, call in enumerate(self._calls):
+            if not streams[call.blocks]:
+                continue
+            routes[number] = []
+            for slot, key in sorted(streams[call.blocks].items()):
+                if slot >= len(call.outputs) or call.outputs[slot] is None or key not in call.inputs:
+                    continue
+                segment = open_ends.pop(call.sources[key], None) if key in call.sources else None
+                if segment is None:
+                    segment = len(segments)
+                    group = groups.setdefault((call.blocks, slot, call.outputs[slot]), len(groups))
+                    segments.append(Segment(call.blocks, _get_stream_name(call, key), group))
+                    last_calls.append(number)
+                open_ends[number, slot] = segment
+                last_calls[segment] = number
+                routes[number].append((slot, key, segment))
+        calls = []
+        for number, passed in routes.items():
+            call = self._calls[number]
+            links = tuple(StreamLink(slot, key, s, closes=last_calls[s] == number) for slot, key, s in passed)
+            linked = {link.slot for link in links}
+            sides = tuple(s for s, spec in enumerate(call.outputs) if spec is not None and s not in linked)
+            calls.append(BlockCall(call.blocks, call.index, call.width, links, sides))
+        return Stack(tuple(calls), tuple(segments), _find_head(calls, head))
 
-    def _streams(self, name: str, listed: _ListTrace) -> dict[int, Key]:
-        """For each output slot of a list's blocks, the argument it continues."""
-        calls = [seen for seen in self._seen if seen.blocks == name]
-        streams = self._by_identity(name, calls)
-        for slot in range(max(len(seen.outputs) for seen in calls)):
+    def _find_streams(self, name: str, traced: _TracedList) -> dict[int, ArgumentKey]:
+        """Return for each output slot of a list's blocks the argument whose stream it continues."""
+        calls = [call for call in self._calls if call.blocks == name]
+        streams: dict[int, ArgumentKey] = {}
+        for call in calls:
+            for key, (source, slot) in call.sources.items():
+                if self._calls[source].blocks == name and key not in streams.values():
+                    streams.setdefault(slot, key)
+        for slot in range(max(len(call.outputs) for call in calls)):
             if slot not in streams:
-                key = _by_shape(slot, calls, listed, taken=set(streams.values()))
-                if key is not None:
-                    streams[slot] = key
+                match = _match_by_shape(slot, calls, traced, taken=set(streams.values()))
+                if match is not None:
+                    streams[slot] = match
         return {slot: key for slot, key in streams.items() if _preserves_shape(slot, key, calls)}
 
-    def _by_identity(self, name: str, calls: Sequence[_Seen]) -> dict[int, Key]:
-        streams: dict[int, Key] = {}
-        for seen in calls:
-            for key, (source, slot) in seen.sources.items():
-                if self._seen[source].blocks == name and key not in streams.values():
-                    streams.setdefault(slot, key)
-        return streams
 
-
-def _chained(
-    carried: Sequence[_Seen], everything: Sequence[_Seen], streams: Mapping[str, Mapping[int, Key]]
-) -> tuple[tuple[BlockCall, ...], tuple[Chain, ...]]:
-    """Join the links of consecutive calls into chains."""
-    number = {id(seen): i for i, seen in enumerate(everything)}
-    chains: list[Chain] = []
-    tails: dict[tuple[int, int], int] = {}  # (call, slot) -> the chain that ends there
-    groups: dict[tuple[str, int, Kind | None], int] = {}
-    drafts: list[tuple[_Seen, list[tuple[int, Key, int]]]] = []
-    for seen in carried:
-        links: list[tuple[int, Key, int]] = []
-        for slot, key in sorted(streams[seen.blocks].items()):
-            if slot >= len(seen.outputs) or seen.outputs[slot] is None or key not in seen.inputs:
-                continue
-            chain = tails.pop(seen.sources[key], None) if key in seen.sources else None
-            if chain is None:
-                chain = len(chains)
-                group = groups.setdefault((seen.blocks, slot, seen.outputs[slot]), len(groups))
-                chains.append(Chain(seen.blocks, _stream_name(seen, key), group))
-            tails[number[id(seen)], slot] = chain
-            links.append((slot, key, chain))
-        drafts.append((seen, links))
-    return tuple(_closed(drafts)), tuple(chains)
-
-
-def _closed(drafts: Sequence[tuple[_Seen, list[tuple[int, Key, int]]]]) -> list[BlockCall]:
-    """The drafted calls with the last link of each chain marked as its end."""
-    last = {chain: i for i, (_, links) in enumerate(drafts) for _, _, chain in links}
-    calls = []
-    for i, (seen, links) in enumerate(drafts):
-        finished = tuple(Link(s, k, c, closes=last[c] == i) for s, k, c in links)
-        linked = {link.slot for link in finished}
-        sides = tuple(s for s, kind in enumerate(seen.outputs) if kind is not None and s not in linked)
-        calls.append(BlockCall(seen.blocks, seen.index, seen.width, finished, sides))
-    return calls
-
-
-def _head(carried: Sequence[_Seen], declared: str | None) -> int:
-    """The call a signal is read at: the declared list's first, else the first that is not a prelude."""
-    for i, seen in enumerate(carried):
-        if seen.blocks == declared or (declared is None and not any(p in seen.blocks for p in _PRELUDES)):
-            return i
+def _find_head(calls: Sequence[BlockCall], declared: str | None) -> int:
+    """Return the number of the first call of the declared list, or else of the first list that prepares nothing."""
+    for number, call in enumerate(calls):
+        prepares = any(word in call.blocks for word in _PREPARATION_WORDS)
+        if call.blocks == declared or (declared is None and not prepares):
+            return number
     return 0
 
 
-def _by_shape(slot: int, calls: Sequence[_Seen], listed: _ListTrace, taken: set[Key]) -> Key | None:
-    """The argument a slot continues when the model touches the stream between blocks: same shape, another
-    object each time.
+def _match_by_shape(
+    slot: int, calls: Sequence[_TracedCall], traced: _TracedList, taken: set[ArgumentKey]
+) -> ArgumentKey | None:
+    """Return the argument a slot continues if the model modifies the stream between blocks.
+
+    It has the same shape and is a different object in each call. Of several, it is the nearest in value, because a
+    block adds little to its input.
     """
     candidates = [
         key
-        for key in listed.first_inputs
-        if key not in taken and (len(calls) == 1 or key in listed.varying) and _preserves_shape(slot, key, calls)
+        for key in traced.first_inputs
+        if key not in taken and (len(calls) == 1 or key in traced.varying) and _preserves_shape(slot, key, calls)
     ]
-    if len(candidates) > 1:  # a block adds little to what it is given
-        candidates.sort(key=lambda key: float(listed.distances[slot, key]))
+    if len(candidates) > 1:
+        candidates.sort(key=lambda key: float(traced.distances[slot, key]))
     return candidates[0] if candidates else None
 
 
-def _preserves_shape(slot: int, key: Key, calls: Sequence[_Seen]) -> bool:
-    pairs = [(s.outputs[slot] if slot < len(s.outputs) else None, s.inputs.get(key)) for s in calls]
-    there = [(out, given) for out, given in pairs if out is not None]
-    return bool(there) and all(out == given for out, given in there)
+def _preserves_shape(slot: int, key: ArgumentKey, calls: Sequence[_TracedCall]) -> bool:
+    pairs = [(c.outputs[slot] if slot < len(c.outputs) else None, c.inputs.get(key)) for c in calls]
+    returned = [(output, given) for output, given in pairs if output is not None]
+    return bool(returned) and all(output == given for output, given in returned)
 
 
-def _distances(inputs: Mapping[Key, torch.Tensor], outputs: Sequence[Any]) -> dict[tuple[int, Key], torch.Tensor]:
-    """How far each output is from each input of its shape, for the rare case that nothing else tells them apart."""
-    pairs = {
-        (slot, key): (output, given)
+def _measure_distances(
+    inputs: Mapping[ArgumentKey, torch.Tensor], outputs: Sequence[Any]
+) -> dict[tuple[int, ArgumentKey], torch.Tensor]:
+    """Return the mean absolute difference between each output and each input of the same shape."""
+    return {
+        (slot, key): (output - given).abs().mean()
         for slot, output in enumerate(outputs)
         for key, given in inputs.items()
-        if isinstance(output, torch.Tensor) and _kind(output) == _kind(given) and output.is_floating_point()
+        if isinstance(output, torch.Tensor) and _get_spec(output) == _get_spec(given) and output.is_floating_point()
     }
-    return {pair: (output - given).abs().mean() for pair, (output, given) in pairs.items()}
-
-
-def _tensor_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
-    values: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
-    return {key: value for key, value in values if isinstance(value, torch.Tensor)}
 
 
 def _as_tuple(output: Any, block: nn.Module) -> tuple[tuple[Any, ...], int]:
+    """Return a block's outputs as a tuple, and the length of the tuple it returned (0 for a bare tensor)."""
     if isinstance(output, torch.Tensor):
         return (output,), 0
     if isinstance(output, (tuple, list)) and all(t is None or isinstance(t, torch.Tensor) for t in output):
@@ -200,19 +214,19 @@ def _as_tuple(output: Any, block: nn.Module) -> tuple[tuple[Any, ...], int]:
     )
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
+def _get_spec(tensor: torch.Tensor) -> TensorSpec:
     return tensor.shape, tensor.dtype
 
 
-def _mark(value: Any) -> object:
-    """Changes when the tensor is written to: its version, or its sum where inference mode keeps no versions."""
+def _get_version(value: Any) -> object:
+    """Return a value that changes when a tensor is written to; in inference mode, which has no versions, its sum."""
     if not isinstance(value, torch.Tensor):
         return None
     return float(value.double().sum()) if value.is_inference() else value._version
 
 
-def _stream_name(seen: _Seen, key: Key) -> str:
+def _get_stream_name(call: _TracedCall, key: ArgumentKey) -> str:
     if isinstance(key, str):
         return key
-    names = parameter_names(seen.block_class)
+    names = get_parameter_names(call.block_class)
     return names[key] if key < len(names) else f"arg{key}"

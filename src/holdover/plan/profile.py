@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import ProfileError, did_you_mean
-from ..models.wrapping import class_of
+from ..models.inputs import get_module_class
 from ..profiles import Profile, measured
 from ..profiles.measured import SUFFIX
 from ..runtime.identity import fingerprint
@@ -33,7 +33,7 @@ def _of(transformer: nn.Module) -> Profile | None:
         (profile, model)
         for profile in measured()
         for _, model in profile.facts.models
-        if model.transformer_class == class_of(transformer).__name__
+        if model.transformer_class == get_module_class(transformer).__name__
     ]
     if not of_class:
         return None

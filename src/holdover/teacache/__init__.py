@@ -1,7 +1,7 @@
 """TeaCache: hold while the timestep-modulated input has changed little."""
 
 from ..context import CacheContext
-from ..models.extractors import get_extractor, register_extractor, unregister_extractor
+from ..models.registry import get_extractor, register_extractor, unregister_extractor
 from ..policies.teacache import TeaCacheState
 from .backend import TeaCacheBackend
 from .config import TeaCacheConfig

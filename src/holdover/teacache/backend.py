@@ -15,9 +15,8 @@ from ..engine.method import Method
 from ..engine.storage import STORAGES
 from ..errors import ConfigError, HoldoverWarning, did_you_mean
 from ..grid import Grid
-from ..models.family import Signal
-from ..models.registry import INPUT
-from ..models.wrapping import class_of, unwrapped
+from ..models.inputs import get_module_class, unwrap_module
+from ..models.registry import INPUT_SIGNAL, Signal
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import UNNAMED, TeaCacheConfig
@@ -55,9 +54,9 @@ def resolve_signal(transformer: CachedTransformer, name: str | None) -> Signal:
     signal = transformer.family.signal(name)
     if signal is not None:
         return signal
-    if name in (None, INPUT.name):
-        return INPUT
-    known = [s.name for s in transformer.family.signals] + [INPUT.name]
+    if name in (None, INPUT_SIGNAL.name):
+        return INPUT_SIGNAL
+    known = [s.name for s in transformer.family.signals] + [INPUT_SIGNAL.name]
     hint = did_you_mean(name or "", known) or f" It has {', '.join(known)}."
     raise ConfigError(f"{transformer.class_name} has no signal {name!r}.{hint}")
 
@@ -154,7 +153,7 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
         """The settings with the transformer's own class filled in where none was named."""
         if self.settings.transformer_type != UNNAMED:
             return self.settings
-        return self.settings.replaced(transformer_type=class_of(unwrapped(transformer)).__name__)
+        return self.settings.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
 
     def make_method(self, settings: TeaCacheConfig) -> TeaCacheMethod:
         return TeaCacheMethod(settings)

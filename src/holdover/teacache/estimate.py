@@ -19,8 +19,8 @@ from ..engine.signals import relative_change
 from ..engine.state import ComputedForward
 from ..errors import ConfigError
 from ..grid import Grid
-from ..models.arguments import tensors_in
-from ..models.family import Signal
+from ..models.inputs import iter_tensors
+from ..models.registry import Signal
 from ..policies.static import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
 from .backend import resolve_signal
@@ -59,7 +59,7 @@ class SignalMeasure(Method[NoneConfig]):
 
     def observe(self, computed: ComputedForward) -> None:
         pairs = self.pairs.setdefault((computed.transformer.name, computed.branch), _Pairs())
-        output = next(tensors_in(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
+        output = next(iter_tensors(dict(computed.output) if isinstance(computed.output, Mapping) else computed.output))
         if computed.change is not None and pairs.previous is not None:
             pairs.signal.append(float(computed.change))
             pairs.output.append(float(relative_change(output.float(), pairs.previous)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.backend import BranchStateManager, MethodHook
-from ..models.extractors import extractor_of
+from ..models.registry import find_extractor
 from ..policies.teacache import Polynomial, TeaCacheState
 from ..profiles import TeaCacheFit, shipped
 from .backend import TeaCacheBackend, polynomial_of
@@ -31,7 +31,7 @@ class TeaCacheHook(MethodHook[TeaCacheState]):
         """Put the cache on the module."""
         self._backend.enable(module)
         self.state_manager.follow(self._backend)
-        self.extractor_fn = extractor_of(module)
+        self.extractor_fn = find_extractor(module)
         self.rescale_func = _rescaling(self._backend.settings_for(module))
         return module
 

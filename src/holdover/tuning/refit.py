@@ -21,7 +21,7 @@ from ..calibration.passes import Outputs, Trajectory
 from ..calibration.prompts import Prompt
 from ..calibration.shelf import Shelf
 from ..grid import Grid
-from ..models.arguments import tensors_in
+from ..models.inputs import iter_tensors
 from ..plan.config import PlanConfig
 from ..plan.intake import intake_of, output_of
 from ..plan.making import Kind, kind_of
@@ -113,7 +113,9 @@ class _Fitting(OutputPlan):
 
     def observe(self, computed: Computed) -> None:
         if self._mix:
-            self._branched[computed.branch, computed.step] = next(tensors_in(computed.output)).detach().float().clone()
+            self._branched[computed.branch, computed.step] = (
+                next(iter_tensors(computed.output)).detach().float().clone()
+            )
 
     def stepped(self, stepped: Stepped) -> None:
         assert self._kind is not None

@@ -1,23 +1,33 @@
-"""Every transformer class of diffusers: nothing held is bit-identical, a hold replays, undo is exact."""
+"""Every transformer class of diffusers: without held steps the output is bit-identical, holds replay, undo is exact."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import holdover
+from holdover.cli.app import app
 from holdover.runtime.replay import ReplayReport
 from holdover.support import support_of, supported
-from models.reach import MODELS, STEPS, TABLE, first, generation, replay, rows, transformer_classes
+from models.support_table import (
+    MODELS,
+    TABLE,
+    build_row,
+    check_replay,
+    first_tensor,
+    run_generation,
+    transformer_classes,
+)
 from snapshots import differences, snapshot
 from tiny.models import UNAVAILABLE, with_timestep
 
+STEPS = 6
 WRITES = [name for name in MODELS if name.endswith("[kv]")]
+SHIPPED_ROWS = json.loads(TABLE.read_text())["classes"]
 HELD = [name for name in MODELS if name not in WRITES]
 
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}" for kind in ("FutureWarning", "DeprecationWarning")))
@@ -35,37 +45,37 @@ def test_a_generation(name):
     model = tiny.build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plain = generation(tiny, model)
-    changing = own_changes(tiny, model)
+        plain = run_generation(tiny, model, STEPS)
+    changing = find_own_changes(tiny, model)
     before = snapshot(model)
     with holdover.enable(model, "tea_cache", coefficients=[1.0, 0.0], rel_l1_thresh=0.0, signal="input") as cache:
-        assert_same(generation(tiny, model), plain)
+        assert_same(run_generation(tiny, model, STEPS), plain)
         with cache.using(rel_l1_thresh=1e9):
-            held = generation(tiny, model)
+            held = run_generation(tiny, model, STEPS)
             trace = cache.stats().last.trace("cond")
             assert trace[0] == trace[-1] == "C"
             assert trace.count("h") >= STEPS - 3
         assert all(torch.isfinite(output).all() for output in held)
         assert cache.reports()["transformer"].max_error < 1e-5
     with holdover.enable(model, "mag_cache", calibrate=True) as cache:
-        assert_same(generation(tiny, model), plain)
+        assert_same(run_generation(tiny, model, STEPS), plain)
         profile = cache.calibration()
     ratios = profile.ratios("cond")
     settings = {"mag_ratios": ratios, "mag_threshold": 1e9, "mag_max_skip_steps": 2, "mag_retention_ratio": 0.0}
     with holdover.enable(model, "mag_cache", **settings) as cache:
-        held = generation(tiny, model)
+        held = run_generation(tiny, model, STEPS)
         trace = cache.stats().last.trace("cond")
         assert "hh" in trace
         assert "hhh" not in trace
     assert all(torch.isfinite(output).all() for output in held)
     assert set(differences(before, snapshot(model))) <= changing
-    assert_same(generation(tiny, model), plain)
+    assert_same(run_generation(tiny, model, STEPS), plain)
 
 
-def own_changes(tiny, model):
-    """What the plain model replaces on itself in every run: tables it keeps for the last shape."""
+def find_own_changes(tiny, model):
+    """Return what the plain model replaces on itself in every run, such as tables for the last shape."""
     before = snapshot(model)
-    generation(tiny, model, 2)
+    run_generation(tiny, model, 2)
     return set(differences(before, snapshot(model)))
 
 
@@ -78,7 +88,7 @@ def test_passes_that_write_a_cache_are_never_held(name):
     tiny = MODELS[name]
     model = tiny.build()
     with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * STEPS, mag_retention_ratio=0.0) as cache:
-        generation(tiny, model)
+        run_generation(tiny, model, STEPS)
         visits = cache.stats().last.visits
     assert all(visit.computed for visit in visits)
     assert any("writes" in visit.reason for visit in visits)
@@ -94,18 +104,18 @@ def test_batches_and_a_resolution_change_between_generations(name):
     tiny = MODELS[name]
     model = tiny.build()
     shapes = [{"batch": 1}, {"batch": 2}, {"batch": 3}, {"batch": 1, "size": 1}, {"batch": 1}]
-    plain = [generation(tiny, model, 6, **shape) for shape in shapes]
+    plain = [run_generation(tiny, model, 6, **shape) for shape in shapes]
     with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * 6, mag_threshold=0.0) as cache:
         for shape, expected in zip(shapes, plain, strict=True):
-            assert_same(generation(tiny, model, 6, **shape), expected)
+            assert_same(run_generation(tiny, model, 6, **shape), expected)
         with cache.using(mag_threshold=1e9, mag_retention_ratio=0.0, mag_max_skip_steps=2):
-            held = [generation(tiny, model, 6, **shape) for shape in shapes]
+            held = [run_generation(tiny, model, 6, **shape) for shape in shapes]
             assert [g.trace("cond") for g in cache.stats().generations[-5:]] == ["ChhChh"] * 5
     assert_same(held[0], held[-1])
 
 
 def test_perturbed_passes_are_branches_of_their_own():
-    """Skipped layers (SLG) make another forward of the same words: it must not share what is held."""
+    """A pass with skipped layers (SLG) has the same conditioning, but must not share held residuals."""
     tiny = MODELS["SD3Transformer2DModel[skip_layers]"]
     model = tiny.build()
     inputs = tiny.inputs()
@@ -122,10 +132,10 @@ def test_check_reports_and_leaves_the_model_alone():
     tiny = MODELS["FluxTransformer2DModel[controlnet]"]
     model = tiny.build()
     before = snapshot(model)
-    expected = first(model(**tiny.inputs()))
+    expected = first_tensor(model(**tiny.inputs()))
     report = holdover.check(model, **tiny.inputs())
     assert differences(before, snapshot(model)) == []
-    assert torch.equal(first(model(**tiny.inputs())), expected)
+    assert torch.equal(first_tensor(model(**tiny.inputs())), expected)
     assert report.ok
     assert report.max_error < 1e-5
     assert {name for name, _ in report.streams} >= {"transformer_blocks.hidden_states"}
@@ -137,7 +147,7 @@ def test_check_reports_and_leaves_the_model_alone():
 
 def test_check_says_when_a_model_does_not_replay():
     class Forgetful(torch.nn.Module):
-        """Every block is given the sum of what went before, times noise: no replay is possible."""
+        """The model multiplies each block's output by a random number, so no replay is possible."""
 
         def __init__(self):
             super().__init__()
@@ -153,9 +163,14 @@ def test_check_says_when_a_model_does_not_replay():
     assert "does not replay" in str(report)
 
 
-def test_shipped_table_is_not_stale():
-    """The table says what the tracer finds now; `python tests/models/reach.py` writes it anew."""
-    assert json.loads(TABLE.read_text())["classes"] == json.loads(json.dumps(dict(rows())))
+def test_shipped_table_has_every_class():
+    assert sorted(SHIPPED_ROWS) == sorted(transformer_classes())
+
+
+@pytest.mark.parametrize("name", SHIPPED_ROWS)
+def test_shipped_table_is_not_stale(name):
+    """The table shows what the tracer finds; `python tests/models/support_table.py` updates it."""
+    assert SHIPPED_ROWS[name] == json.loads(json.dumps(build_row(name)))
 
 
 def test_at_least_72_of_75_classes_replay():
@@ -172,13 +187,13 @@ def test_one_class_is_explained():
 
 
 def test_models_command():
-    command = [sys.executable, "-m", "holdover.cli", "models"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    listed = CliRunner().invoke(app, ["models"])
+    assert listed.exit_code == 0
     assert "classes replay exactly" in listed.stdout
-    unknown = subprocess.run([*command, "FluxTransformer2DModl"], capture_output=True, text=True, timeout=120)
-    assert unknown.returncode == 2
+    unknown = CliRunner().invoke(app, ["models", "FluxTransformer2DModl"])
+    assert unknown.exit_code == 2
     assert "Did you mean 'FluxTransformer2DModel'" in unknown.stderr
 
 
 def test_replay_of_a_plain_model_is_a_report():
-    assert isinstance(replay(MODELS["FluxTransformer2DModel"]), ReplayReport)
+    assert isinstance(check_replay(MODELS["FluxTransformer2DModel"]), ReplayReport)

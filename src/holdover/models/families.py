@@ -1,0 +1,347 @@
+"""The shipped model families: one entry each in `FAMILIES`, after the functions that the entries refer to.
+
+An entry declares what a trace of one forward cannot show: the TeaCache signal, passes that write a KV cache, the steps
+of each expert, conditioning arguments. A class without an entry is traced like any other and has the signal `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..grid import Grid
+from .inputs import unwrap_module
+from .registry import INPUT_SIGNAL, Arguments, Family, Signal
+
+# Signals read at the first block of the stack: the input of its attention, as the block itself computes it.
+
+
+def modulate_flux(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's adaptive norm of the image stream."""
+    normed: torch.Tensor = block.norm1(arguments["hidden_states"], emb=arguments["temb"])[0]
+    return normed
+
+
+def modulate_chroma(block: Any, arguments: Arguments) -> torch.Tensor:
+    """The same for a norm without weights; the first six rows of the embedding belong to the image stream."""
+    normed: torch.Tensor = block.norm1(arguments["hidden_states"], emb=arguments["temb"][:, :6])[0]
+    return normed
+
+
+def modulate_flux2(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's normalized image stream, with the scale and shift that all blocks share."""
+    modulation = arguments["temb_mod_img"]
+    if modulation.ndim == 2:
+        modulation = modulation.unsqueeze(1)
+    shift, scale = modulation.chunk(6, dim=-1)[:2]
+    modulated: torch.Tensor = (1 + scale) * block.norm1(arguments["hidden_states"]) + shift
+    return modulated
+
+
+def modulate_qwen(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's modulated image stream; tokens of an image to edit may have a modulation of their own."""
+    first, _ = block.img_mod(arguments["temb"]).chunk(2, dim=-1)
+    normed = block.img_norm1(arguments["hidden_states"])
+    modulated: torch.Tensor = block._modulate(normed, first, arguments.get("modulate_index"))[0]
+    return modulated
+
+
+def modulate_qwen21(block: Any, arguments: Arguments) -> torch.Tensor:
+    """The same for Qwen-Image 2.1: text and images are one sequence, and all blocks share one modulation."""
+    first, _ = arguments["modulation"].chunk(2, dim=-1)
+    normed = block.img_norm1(arguments["hidden_states"])
+    modulated: torch.Tensor = block._modulate(normed, first, arguments.get("target_token_mask"))[0]
+    return modulated
+
+
+def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's adaptive norm; in image-to-video the first frame may have an embedding of its own."""
+    if "token_replace_emb" not in arguments:
+        return modulate_flux(block, arguments)
+    first_frame = arguments["token_replace_emb"], arguments["num_tokens"]
+    normed: torch.Tensor = block.norm1(arguments["hidden_states"], arguments["temb"], *first_frame)[0]
+    return normed
+
+
+def modulate_lumina(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's adaptive RMS norm; in Lumina-Image 2.0 of the joint sequence of text and image."""
+    normed: torch.Tensor = block.norm1(arguments["hidden_states"], arguments["temb"])[0]
+    return normed
+
+
+def modulate_z_image(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Layer 0's normalized sequence times (1 + scale); clean tokens may have a scale of their own."""
+
+    def get_scale(embedding: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = block.adaLN_modulation(embedding).unsqueeze(1).chunk(4, dim=-1)[0]
+        return scale
+
+    mask = arguments.get("noise_mask")
+    if mask is None:
+        scale = get_scale(arguments["adaln_input"])
+    else:
+        noisy, clean = get_scale(arguments["adaln_noisy"]), get_scale(arguments["adaln_clean"])
+        scale = torch.where(mask.unsqueeze(-1) == 1, noisy, clean)
+    normed: torch.Tensor = block.attention_norm1(arguments["x"])
+    return normed * (1 + scale)
+
+
+def modulate_ltx(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's normalized hidden states, with a scale and shift per token from a learned table."""
+    table = block.scale_shift_table
+    shift, scale = (table + arguments["temb"].unflatten(2, table.shape)).unbind(dim=2)[:2]
+    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
+    return modulated
+
+
+def modulate_pixart(block: Any, arguments: Arguments) -> torch.Tensor:
+    """The same with a scale and shift per sample; diffusers' BasicTransformerBlock calls the modulation `timestep`."""
+    table = block.scale_shift_table
+    modulation = arguments["temb"] if "temb" in arguments else arguments["timestep"]
+    shift, scale = (table + modulation.unflatten(1, table.shape)).split(1, dim=1)[:2]
+    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
+    return modulated
+
+
+def modulate_cosmos(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's adaptive norm, after the learned positions that Cosmos 1 adds in every block."""
+    hidden, positions = arguments["hidden_states"], arguments.get("extra_pos_emb")
+    if positions is not None:
+        hidden = hidden + positions
+    normed: torch.Tensor = block.norm1(hidden, arguments["embedded_timestep"], arguments.get("temb"))[0]
+    return normed
+
+
+def read_cosmos3_input(block: Any, arguments: Arguments) -> torch.Tensor:
+    """The generated stream at block 0, not the stream of the understanding model."""
+    hidden: torch.Tensor = arguments["gen_seq"]
+    return hidden
+
+
+def normalize_stable_audio(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's norm of the latent and its timestep token; there is no modulation."""
+    normed: torch.Tensor = block.norm1(arguments["hidden_states"])
+    return normed
+
+
+def modulate_minimax(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's normalized rows, with the scale and shift selected by each row's timestep and kind."""
+    table = block.adaln_proj(arguments["temb"])
+    shift, scale = (values.index_select(0, arguments["adaln_indices"]) for values in table[:2])
+    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
+    return modulated
+
+
+# Signals that depend on the timestep alone.
+
+
+def embed_wan_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timestep embedding e, in the precision of its embedder."""
+    embedder = transformer.condition_embedder
+    return _apply_in_own_dtype(embedder.time_embedder, embedder.timesteps_proj(timesteps))
+
+
+def project_wan_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The projected timestep embedding e0, which modulates every block."""
+    embedder = transformer.condition_embedder
+    return _apply_in_own_dtype(embedder.time_proj, embedder.act_fn(embed_wan_time(transformer, timesteps)))
+
+
+def _apply_in_own_dtype(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """Cast the input to the dtype of the weights, unless these are quantized."""
+    dtype = next(module.parameters()).dtype
+    output: torch.Tensor = module(values.to(dtype) if dtype.is_floating_point else values)
+    return output
+
+
+def embed_cogvideox_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timestep embedding, plus the `ofs` embedding if the model has one (CogVideoX 1.5 image-to-video)."""
+    embedding: torch.Tensor = transformer.time_embedding(transformer.time_proj(timesteps).to(transformer.dtype))
+    if getattr(transformer, "ofs_embedding", None) is None:
+        return embedding
+    ofs = torch.full_like(timesteps[:1], 2.0)  # the constant that the image-to-video pipeline passes
+    ofs_embedding: torch.Tensor = transformer.ofs_embedding(transformer.ofs_proj(ofs).to(transformer.dtype))
+    return embedding + ofs_embedding
+
+
+def embed_lumina_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timestep embedding, without the caption."""
+    embedder = transformer.time_caption_embed
+    embedding: torch.Tensor = embedder.timestep_embedder(embedder.time_proj(timesteps).to(transformer.dtype))
+    return embedding
+
+
+def embed_hidream_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timestep embedding, before the pooled prompt is added."""
+    embedding: torch.Tensor = transformer.t_embedder(timesteps, transformer.dtype)
+    return embedding
+
+
+# Passes that write keys and values for later passes: they must be computed.
+
+
+def check_cache_mode(arguments: Arguments) -> str | None:
+    """Models whose argument `kv_cache_mode` selects writing or reading."""
+    mode = arguments.get("kv_cache_mode")
+    return None if mode in (None, "cached", "inject") else f"writes the KV cache ({mode})"
+
+
+def check_glm_caches(arguments: Arguments) -> str | None:
+    """GLM-Image, whose cache objects carry the mode; it is the same in every layer."""
+    caches = arguments.get("kv_caches")
+    return "writes the KV cache" if caches is not None and caches[0].mode == "write" else None
+
+
+def check_anyflow_flag(arguments: Arguments) -> str | None:
+    """AnyFlow FAR, which writes the keys and values of a finished chunk in a separate pass."""
+    flag = arguments.get("kv_cache_flag") or {}
+    return "writes the KV cache of a finished chunk" if flag.get("is_cache_step") else None
+
+
+# Pipelines with two expert transformers.
+
+
+def select_wan_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
+    """Wan 2.2: `transformer` handles the steps at or above the boundary noise level, `transformer_2` those below."""
+    config: Any = getattr(pipeline, "config", None)
+    boundary: float | None = config.get("boundary_ratio") if isinstance(config, Mapping) else None
+    if boundary is None and pipeline is not None:
+        boundary = vars(pipeline).get("boundary_ratio")  # a pipeline without a config
+    if boundary is None or not grid.noise:
+        return grid
+    low = unwrap_module(transformer) is unwrap_module(getattr(pipeline, "transformer_2", None))
+    steps = [i for i in range(grid.first, grid.last + 1) if (grid.noise[i] < boundary) == low]
+    return grid.between(steps[0], steps[-1]) if steps else grid
+
+
+FLUX_SIGNALS = (Signal("modulated", of_block=modulate_flux),)
+LUMINA_SIGNAL = Signal("modulated", of_block=modulate_lumina)
+WAN_SIGNALS = (Signal("e", of_time=embed_wan_time), Signal("e0", of_time=project_wan_time))
+Z_IMAGE_SIGNALS = (Signal("modulated", of_block=modulate_z_image),)
+
+FAMILIES = (
+    # FLUX.1, and models whose first block normalizes the image stream in the same way
+    Family("FLUX.1", ("FluxTransformer2DModel",), signals=FLUX_SIGNALS),
+    Family("Stable Diffusion 3", ("SD3Transformer2DModel",), signals=FLUX_SIGNALS),
+    Family("LongCat-Image", ("LongCatImageTransformer2DModel",), signals=FLUX_SIGNALS),
+    Family("Ovis-Image", ("OvisImageTransformer2DModel",), signals=FLUX_SIGNALS),
+    Family("Bria", ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"), signals=FLUX_SIGNALS),
+    Family("AuraFlow", ("AuraFlowTransformer2DModel",), signals=FLUX_SIGNALS),
+    Family("Motif-Video", ("MotifVideoTransformer3DModel",), signals=FLUX_SIGNALS),
+    Family("Chroma", ("ChromaTransformer2DModel",), signals=(Signal("modulated", of_block=modulate_chroma),)),
+    # Other image models
+    Family(
+        "FLUX.2",
+        ("Flux2Transformer2DModel",),
+        signals=(Signal("modulated", of_block=modulate_flux2),),
+        must_compute=check_cache_mode,
+    ),
+    Family("Qwen-Image", ("QwenImageTransformer2DModel",), signals=(Signal("modulated", of_block=modulate_qwen),)),
+    Family(
+        "Qwen-Image 2.1",
+        ("QwenImage21Transformer2DModel",),
+        signals=(Signal("modulated", of_block=modulate_qwen21),),
+        must_compute=check_cache_mode,
+    ),
+    Family(
+        "HiDream-I1",
+        ("HiDreamImageTransformer2DModel",),
+        signals=(Signal("time", of_time=embed_hidream_time), INPUT_SIGNAL),  # `input` is for the distilled models
+    ),
+    Family(
+        "Lumina-Image 2.0",
+        ("Lumina2Transformer2DModel",),
+        signals=(LUMINA_SIGNAL, Signal("time", of_time=embed_lumina_time)),
+        head="layers",
+        time_runs_up=True,
+    ),
+    Family("Lumina-Next", ("LuminaNextDiT2DModel",), signals=(LUMINA_SIGNAL,), time_runs_up=True),
+    Family("Z-Image", ("ZImageTransformer2DModel",), signals=Z_IMAGE_SIGNALS, head="layers", time_runs_up=True),
+    Family("FIBO 2", ("BriaFibo2Transformer2DModel",), signals=Z_IMAGE_SIGNALS, head="layers"),
+    Family(
+        "Latte, PixArt, Allegro",
+        ("LatteTransformer3DModel", "PixArtTransformer2DModel", "AllegroTransformer3DModel"),
+        signals=(Signal("modulated", of_block=modulate_pixart),),
+    ),
+    Family(
+        "HunyuanImage 2.1, HunyuanVideo 1.5",
+        ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"),
+        signals=FLUX_SIGNALS,
+        conditioning=("encoder_hidden_states", "encoder_hidden_states_2"),
+    ),
+    Family(
+        "Hunyuan-DiT",
+        ("HunyuanDiT2DModel",),
+        signals=(INPUT_SIGNAL,),
+        conditioning=("encoder_hidden_states", "encoder_hidden_states_t5"),
+    ),
+    Family("GLM-Image", ("GlmImageTransformer2DModel",), signals=(INPUT_SIGNAL,), must_compute=check_glm_caches),
+    Family(
+        "OmniGen",
+        ("OmniGenTransformer2DModel",),
+        signals=(INPUT_SIGNAL,),
+        conditioning=("input_ids", "input_img_latents"),
+    ),
+    Family("Ideogram 4", ("Ideogram4Transformer2DModel",), signals=(INPUT_SIGNAL,), time_runs_up=True),
+    # Video and audio models
+    Family("Wan", ("WanTransformer3DModel",), signals=WAN_SIGNALS, range_of=select_wan_steps),
+    Family("Wan-VACE", ("WanVACETransformer3DModel",), signals=WAN_SIGNALS, head="blocks", range_of=select_wan_steps),
+    Family(
+        "Wan-Animate, ChronoEdit, SkyReels-V2",
+        ("WanAnimateTransformer3DModel", "ChronoEditTransformer3DModel", "SkyReelsV2Transformer3DModel"),
+        signals=WAN_SIGNALS,
+    ),
+    Family(
+        "Wan-Animate 2, Sana-WM refiner",
+        ("WanAnimate2Transformer3DModel", "SanaWMLTX2RefinerTransformer3DModel"),
+        signals=(INPUT_SIGNAL,),
+        must_compute=check_cache_mode,
+    ),
+    Family("AnyFlow FAR", ("AnyFlowFARTransformer3DModel",), signals=(INPUT_SIGNAL,), must_compute=check_anyflow_flag),
+    Family(
+        "HunyuanVideo",
+        ("HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"),
+        signals=(Signal("modulated", of_block=modulate_hunyuan_video),),
+    ),
+    Family(
+        "CogVideoX",
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+        signals=(Signal("time", of_time=embed_cogvideox_time),),
+    ),
+    Family("LTX-Video", ("LTXVideoTransformer3DModel",), signals=(Signal("modulated", of_block=modulate_ltx),)),
+    Family(
+        "Mochi",
+        ("MochiTransformer3DModel",),
+        signals=(LUMINA_SIGNAL,),
+        notes="The scheduler itself counts up (invert_sigmas); the model is given its timesteps as they are.",
+    ),
+    Family(
+        "Cosmos",
+        ("CosmosTransformer3DModel",),
+        signals=(Signal("modulated", of_block=modulate_cosmos),),
+        notes="A ControlNet's residuals enter inside the blocks: a held step holds their effect too.",
+    ),
+    Family(
+        "Cosmos 3",
+        ("Cosmos3OmniTransformer",),
+        signals=(Signal("input", of_block=read_cosmos3_input),),
+        conditioning=("input_ids",),
+    ),
+    Family(
+        "Kandinsky 5",
+        ("Kandinsky5Transformer3DModel",),
+        signals=(INPUT_SIGNAL,),
+        conditioning=("encoder_hidden_states", "pooled_projections"),
+    ),
+    Family("Stable Audio", ("StableAudioDiTModel",), signals=(Signal("normed", of_block=normalize_stable_audio),)),
+    Family(
+        "MiniMax-H3",
+        ("MiniMaxH3Transformer3DModel",),
+        signals=(Signal("modulated", of_block=modulate_minimax),),
+        conditioning=("encoder_hidden_states",),
+        notes="The scheduler itself counts up; conditioning rows are at timestep 1, which is clean.",
+    ),
+)

@@ -1,1 +1,0 @@
-"""One file a family: the TeaCache signal and the few facts a trace cannot show. Each declares `FAMILIES`."""

@@ -1,0 +1,162 @@
+"""Reading the arguments of a forward, and unwrapping compiled or sharded modules.
+
+Arguments are bound by parameter name. Nested lists, tuples and dicts of tensors are reduced to what the engine
+compares between steps: tensors, structure, shapes and host values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+ArgumentKey = int | str  # the position or the keyword an argument is passed under
+
+_TIMESTEP_NAMES = ("timestep", "timesteps", "vision_timesteps", "t", "time", "noise_level")
+_CONDITIONING_WORDS = ("encoder", "pooled", "prompt", "text", "txt", "caption", "cap_", "context", "class_label", "llm")
+_NOT_CONDITIONING_WORDS = ("_ids", "mask", "_len", "_seq", "indices", "indexes", "rope")
+
+# The submodule in which torch.compile, FullyShardedDataParallel and activation checkpointing keep the original module.
+_WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@lru_cache(maxsize=256)
+def get_parameter_names(cls: Any) -> tuple[str, ...]:
+    """Return the parameter names of a module class's forward, in order, without `self`, `*args` and `**kwargs`."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind not in variadic)
+
+
+def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call of a `cls` module by name; surplus positional ones are called `arg<i>`."""
+    names = get_parameter_names(cls)
+    positional = {names[i] if i < len(names) else f"arg{i}": value for i, value in enumerate(args)}
+    return {**positional, **kwargs}
+
+
+def get_argument(args: Sequence[Any], kwargs: Mapping[str, Any], key: ArgumentKey) -> Any:
+    """Return the argument at a position or under a keyword."""
+    return args[key] if isinstance(key, int) else kwargs[key]
+
+
+class ForwardSignature:
+    """The parameters of one transformer's forward; inspected once, so that no step of the loop has to."""
+
+    def __init__(self, transformer: nn.Module, conditioning: Sequence[str] = ()) -> None:
+        cls: Any = type(transformer)
+        self.names = get_parameter_names(cls)
+        self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
+        self._conditioning = tuple(conditioning) or tuple(
+            name
+            for name in self.names
+            if any(word in name for word in _CONDITIONING_WORDS)
+            and not any(word in name for word in _NOT_CONDITIONING_WORDS)
+        )
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of one call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def get_timestep(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the timestep argument, or None if the forward has none."""
+        return None if self.timestep_name is None else arguments.get(self.timestep_name)
+
+    def get_conditioning(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Return the conditioning tensors, which distinguish one branch from another."""
+        values = [arguments.get(name) for name in self._conditioning]
+        return tuple(t for value in values for t in iter_tensors(value))
+
+
+def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+def describe_arguments(arguments: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return the structure of a call's arguments, and shape, dtype and device of every tensor in them.
+
+    The structure decides which code path a forward takes: host values (flags, layer lists, names) count by value,
+    tensors by their presence, floats and other objects by type. Held results are valid only while both are equal.
+    """
+    tensors: list[tuple[Any, ...]] = []
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append((value.shape, value.dtype, value.device))
+            return "tensor"
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple(map(describe, value))
+        if isinstance(value, dict):
+            return tuple(zip(value, map(describe, value.values()), strict=True))
+        return type(value).__name__
+
+    return describe(arguments), tensors
+
+
+def collect_host_values(value: Any) -> Any:
+    """Return the flags, integers and strings in a value, which may distinguish branches; None if there are none."""
+    if isinstance(value, (list, tuple)):
+        return tuple([kept for item in value if (kept := collect_host_values(item)) is not None]) or None
+    if isinstance(value, dict):
+        kept_items = [(key, kept) for key, item in value.items() if (kept := collect_host_values(item)) is not None]
+        return tuple(kept_items) or None
+    return value if isinstance(value, (bool, int, str)) else None
+
+
+def unwrap_module(module: Any) -> Any:
+    """Return the module inside torch.compile, FSDP, DDP and checkpoint wrappers; other objects are returned as is."""
+    while isinstance(module, nn.Module):
+        inner = next((module._modules[name] for name in _WRAPPED_NAMES if name in module._modules), None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def get_module_class(module: object) -> type:
+    """Return a module's class; for one sharded by `fully_shard`, the original class rather than the derived one."""
+    bases = type(module).__mro__
+    return bases[bases.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else bases[0]
+
+
+def has_fsdp_wrappers(module: nn.Module) -> bool:
+    """Return whether any part of a module is wrapped in FSDP1's FullyShardedDataParallel."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor; a collective, so every rank of the group must call it."""
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
+
+
+@contextlib.contextmanager
+def gather_weights(module: nn.Module) -> Iterator[None]:
+    """Unshard the weights of a `fully_shard` module inside the context; a collective, so every rank must enter it."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
