@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..config import setting
-from ..settings import CacheDiTSettings
+from ..base import CacheDiTSettings
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..config import setting
 from ..profiles import Profile
-from ..settings import MagCacheSettings
+from ..base import MagCacheSettings
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..config import setting
 from ..profiles import Profile
-from ..settings import TeaCacheSettings
+from ..base import TeaCacheSettings
 
 UNNAMED = "QwenImageTransformer2DModel"  # the documented default, which stands for the transformer's own class
 
