@@ -8,7 +8,7 @@ from typing import Any
 
 from ..grid import Grid
 from ..policies.base import Policy
-from ..predictors.linear import Hold, Predictor
+from ..predictors import Hold, Predictor
 from ..stats import GenerationStats, StepRecord
 from .branches import Branches
 from .method import Method

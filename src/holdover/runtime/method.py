@@ -13,7 +13,7 @@ from ..grid import Grid
 from ..models.family import Signal
 from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
-from ..predictors.linear import Hold, Predictor
+from ..predictors import Hold, Predictor
 from .calls import Crossing
 from .clock import Stepped
 from .extracted import seam_of
