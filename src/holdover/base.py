@@ -1,6 +1,6 @@
 """The interface of every cache backend, and the documented settings of the methods.
 
-The settings of TeaCache, MagCache and cache-dit stand here because each is used twice: in the method's own config and in
+The settings of TeaCache, MagCache and cache-dit are here because they are used twice: by the method's own config and by
 `DiffusionCacheConfig`, the documented union of all three.
 """
 

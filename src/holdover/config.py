@@ -1,7 +1,7 @@
 """Settings as frozen dataclasses: declared once with `setting`, checked on construction, convertible to and from JSON.
 
-This module knows nothing about torch, models or methods. pydantic checks the values; it is imported when the first config
-is constructed, so that `import holdover` and `holdover --help` do not load it.
+This module knows nothing about torch, models or methods. pydantic checks the values; it is imported when the
+first config is constructed, so that `import holdover` and `holdover --help` do not load it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class CacheContext:
     """The stack of transformer blocks at one step of one branch.
 
     `modulated_input` is the signal that a method may compare between steps. `hidden_states` and
-    `encoder_hidden_states` are the inputs of the first block; `run_transformer_blocks()` returns the outputs of the last
-    block, hidden states first; `postprocess(hidden)` turns them into the model's output. An extractor that a user
+    `encoder_hidden_states` are the inputs of the first block; `run_transformer_blocks()` returns the outputs of the
+    last block, hidden states first; `postprocess(hidden)` turns them into the model's output. An extractor that a user
     registers for an unusual model builds this object.
     """
 

@@ -39,7 +39,9 @@ class Support:
         if self.segments <= len(self.streams):
             reason = "one for each stream: nothing changes it between the blocks"
         else:
-            reason = "more than streams: the model changes a stream between blocks, which is computed on a held step too"
+            reason = (
+                "more than streams: the model changes a stream between blocks, which is computed on a held step too"
+            )
         lines.append(f"  segments  {self.segments}, {reason}")
         if self.sides:
             lines.append(

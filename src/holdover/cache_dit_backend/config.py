@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..config import setting
 from ..base import CacheDiTSettings
+from ..config import setting
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from torch import nn
 
 from ..errors import ProfileError, did_you_mean
 from ..models.wrapping import class_of
-from ..profiles import Profile, measured
-from ..profiles.measured import SUFFIX
+from ..profiles import SUFFIX, Profile, measured
 from ..runtime.identity import fingerprint
 
 

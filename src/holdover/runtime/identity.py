@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ..models.wrapping import class_of, whole
-from ..profiles import ModelFacts
+from ..profiles import ModelIdentity
 
 _SAMPLES = 8  # values of each parameter that enter the fingerprint
 
 
-def facts_of(transformer: nn.Module) -> ModelFacts:
+def facts_of(transformer: nn.Module) -> ModelIdentity:
     """What a profile says of the transformer it was measured on."""
-    return ModelFacts(
+    return ModelIdentity(
         class_of(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
     )
 
