@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from holdover.base import DiffusionCacheConfig
 from holdover.config import Config, allowed_values, setting
 from holdover.errors import ConfigError
 from holdover.magcache import MagCacheConfig
+from holdover.profiles import measured
 from holdover.runtime.method import NoneConfig
 from holdover.selector import own_config
 from holdover.teacache import TeaCacheConfig
@@ -437,6 +439,28 @@ def test_not_a_number_is_refused_where_there_are_no_bounds() -> None:
     assert _Own(unbounded=-1e9).unbounded == -1e9
     with pytest.raises(ConfigError, match="unbounded must be"):
         _Own(unbounded=NAN)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)], ids=type)
+def test_a_number_of_numpy_or_torch_becomes_a_float(value: Any) -> None:
+    assert repr(TeaCacheConfig(rel_l1_thresh=value).rel_l1_thresh) == "0.5"
+
+
+def test_a_list_nested_however_deep_is_a_config_error() -> None:
+    nested: list[Any] = [1.0]
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(ConfigError, match="mag_ratios must be"):
+        MagCacheConfig(mag_ratios=nested)
+
+
+@pytest.mark.parametrize("profile", [{}, {"facts": {}}, 3, Path("p.safetensors")])
+def test_a_profile_is_an_object_or_a_name(profile: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^TeaCacheConfig\.profile must be .*Profile \| str \| None, not "):
+        TeaCacheConfig(profile=profile)
+    shipped = measured()[0]
+    assert TeaCacheConfig(profile=shipped).profile is shipped
+    assert TeaCacheConfig(profile=shipped).as_dict()["profile"] == shipped.name
 
 
 def test_a_field_of_any_type_takes_anything() -> None:

@@ -52,7 +52,7 @@ class Config:
     """Base class of all configs. Values are checked on construction; an invalid one raises ConfigError.
 
     Lists, arrays and tensors become tuples, mappings become tuples of (key, value) pairs, and an int becomes a float
-    where the field is a float. Nothing else is converted: a bool is not a number, "1" is not 1.
+    where one is declared. Nothing else is converted: a bool is not a number, "1" is not 1.
     """
 
     method: ClassVar[str] = ""  # name in `holdover.enable`
@@ -65,25 +65,8 @@ class Config:
         return False
 
     def __post_init__(self) -> None:
-        fields = dataclasses.fields(self)
-        validators = _validators(type(self)) if fields else {}
-        for field in fields:
-            object.__setattr__(self, field.name, self._validated(field, validators[field.name]))
-
-    def _validated(self, field: dataclasses.Field[Any], validator: TypeAdapter[Any]) -> Any:
-        """The value of a field in the field's type, or a ConfigError that says which values are allowed."""
-        from pydantic import ValidationError
-
-        value, name = getattr(self, field.name), f"{type(self).__name__}.{field.name}"
-        try:
-            return validator.validate_python(value)
-        except ValidationError as error:
-            kinds = {entry["type"] for entry in error.errors(include_url=False, include_input=False)}
-        if kinds <= _OUT_OF_RANGE:
-            raise ConfigError(f"{name} must be {allowed_values(field) or 'a finite number'}, not {value!r}.")
-        hint = typing.get_type_hints(type(self))[field.name]
-        wanted = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
-        raise ConfigError(f"{name} must be {wanted}, not {value!r} ({type(value).__name__}).")
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _validated(type(self), field, getattr(self, field.name)))
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -141,8 +124,25 @@ def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()
     return ConfigError(f"{cls.__name__} has no setting {key!r}.{hint}")
 
 
+def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value in the type of its field, or a ConfigError that says which values are allowed."""
+    from pydantic import ValidationError
+
+    try:
+        return _validators(cls)[field.name].validate_python(value)  # type: ignore[arg-type]  # classes are hashable
+    except ValidationError as error:
+        kinds = {entry["type"] for entry in error.errors(include_url=False, include_input=False)}
+    if kinds <= _OUT_OF_RANGE:
+        wanted, given = allowed_values(field) or "a finite number", repr(value)
+    else:
+        hint = typing.get_type_hints(cls)[field.name]
+        wanted = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
+        given = f"{value!r} ({type(value).__name__})"
+    raise ConfigError(f"{cls.__name__}.{field.name} must be {wanted}, not {given}.")
+
+
 @functools.cache
-def _validators(cls: type[Config]) -> dict[str, TypeAdapter[Any]]:
+def _validators(cls: type) -> dict[str, TypeAdapter[Any]]:
     """A strict pydantic validator for each field of a config class, built from its type and its allowed values."""
     from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
@@ -151,7 +151,7 @@ def _validators(cls: type[Config]) -> dict[str, TypeAdapter[Any]]:
     for field in dataclasses.fields(cls):
         allowed = dict(field.metadata.get("allowed", {}))
         choices = allowed.pop("choices", None)
-        hint = Literal[choices] if choices else hints[field.name]
+        hint: Any = Literal[choices] if choices else hints[field.name]
         is_sequence = "tuple[" in str(hint)  # its config class checks the numbers in it
         if is_sequence:
             hint = Annotated[hint, BeforeValidator(_as_tuples)]

@@ -45,7 +45,7 @@ class Support:
         lines.append(f"  segments  {self.segments}, {reason}")
         if self.sides:
             lines.append(
-                f"  sides     {self.sides} outputs are not passed on to later blocks; a held step gets a copy of the last one"
+                f"  sides     {self.sides} outputs are not passed on to later blocks; a held step repeats the last one"
             )
         if self.left_out:
             lines.append(f"  left out  {', '.join(self.left_out)}: they only feed blocks and do not run on a held step")

@@ -73,12 +73,13 @@ def _decode_value(hint: Any, value: Any, where: str) -> Any:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         item = arguments[0]
-        is_pairs = typing.get_origin(item) is tuple  # (name, value) pairs are an object
-        if not isinstance(value, dict if is_pairs else list):
-            raise _wrong_type(where, "an object" if is_pairs else "a list", value)
-        if is_pairs:
+        if typing.get_origin(item) is tuple:  # (name, value) pairs are an object
+            if not isinstance(value, dict):
+                raise _wrong_type(where, "an object", value)
             inner = typing.get_args(item)[1]
             return tuple((name, _decode_value(inner, v, f"{where}.{name}")) for name, v in value.items())
+        if not isinstance(value, list):
+            raise _wrong_type(where, "a list", value)
         return tuple(_decode_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
     options = arguments or (hint,)
     if type(value) not in options and not (type(value) is int and float in options):
