@@ -131,8 +131,9 @@ def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> 
     try:
         return _validators(cls)[field.name].validate_python(value)  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
-        kinds = {entry["type"] for entry in error.errors(include_url=False, include_input=False)}
-    if kinds <= _OUT_OF_RANGE:
+        # A list has one error per wrong item, perhaps many; out of range can only be a single value.
+        out_of_range = error.error_count() == 1 and error.errors()[0]["type"] in _OUT_OF_RANGE
+    if out_of_range:
         wanted, given = allowed_values(field) or "a finite number", repr(value)
     else:
         hint = typing.get_type_hints(cls)[field.name]
@@ -152,7 +153,7 @@ def _validators(cls: type) -> dict[str, TypeAdapter[Any]]:
         allowed = dict(field.metadata.get("allowed", {}))
         choices = allowed.pop("choices", None)
         hint: Any = Literal[choices] if choices else hints[field.name]
-        is_sequence = "tuple[" in str(hint)  # its config class checks the numbers in it
+        is_sequence = "tuple[" in str(hint)  # the config class itself checks the range of the items
         if is_sequence:
             hint = Annotated[hint, BeforeValidator(_as_tuples)]
         limits = Field(**{key: limit for key, limit in allowed.items() if limit is not None})

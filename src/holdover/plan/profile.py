@@ -6,7 +6,8 @@ from torch import nn
 
 from ..errors import ProfileError, did_you_mean
 from ..models.wrapping import class_of
-from ..profiles import SUFFIX, Profile, measured
+from ..profiles import Profile, measured
+from ..profiles.profile import SUFFIX
 from ..runtime.identity import fingerprint
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .profile import (
-    SUFFIX,
     Certificate,
     MagCacheDefaults,
     MagCacheProfile,
@@ -19,7 +18,6 @@ from .profile import (
 from .store import MethodName, find, load, measured, save, shipped
 
 __all__ = [
-    "SUFFIX",
     "Certificate",
     "MagCacheDefaults",
     "MagCacheProfile",
