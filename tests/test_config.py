@@ -1,4 +1,4 @@
-"""Settings: every field is checked, unknown keys name the right one, JSON and back."""
+"""Settings: every field is checked, errors for unknown keys name the right one, JSON round-trips."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdover.teacache import TeaCacheConfig
 CONFIGS: tuple[type[Config], ...] = (DiffusionCacheConfig, TeaCacheConfig, MagCacheConfig)
 NAN, INF = math.nan, math.inf
 
-# What no field of a kind takes. A bool is not a number here, and a number is not a bool.
+# Values that no field of a kind accepts. A bool is not a number here, and a number is not a bool.
 WRONG: dict[str, tuple[Any, ...]] = {
     "float": ("0.1", None, True, False, [0.1], 1j),
     "int": ("1", None, True, False, 1.0, 2.5, NAN, [1]),
@@ -167,7 +167,7 @@ def test_ratios_by_branch_are_taken(config: type[Config], kind: Any) -> None:
     assert hash(config.from_dict(made.as_dict())) == hash(made)
 
 
-def test_ratios_by_branch_are_told_apart() -> None:
+def test_ratios_by_branch_differ_from_ratios_for_all() -> None:
     ratios = {"cond": [1.0, 1.5], "uncond": [1.0, 0.75]}
     assert MagCacheConfig(mag_ratios=ratios).ratios_by_branch == {"cond": (1.0, 1.5), "uncond": (1.0, 0.75)}
     assert MagCacheConfig().ratios_by_branch == {}
@@ -276,7 +276,7 @@ def numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 ratios = st.lists(st.floats(0.1, 3.0), min_size=1, max_size=6)
 names = st.text(min_size=1, max_size=8)
-drawn_configs = st.one_of(
+configs = st.one_of(
     st.builds(
         TeaCacheConfig,
         rel_l1_thresh=numbers(0, 5),
@@ -308,7 +308,7 @@ drawn_configs = st.one_of(
 
 
 @settings(deadline=None)
-@given(config=drawn_configs)
+@given(config=configs)
 def test_json_and_back(config: Config) -> None:
     text = json.dumps(config.as_dict(), allow_nan=False)
     again = type(config).from_json(text)

@@ -1,4 +1,4 @@
-"""Profiles as files: written whole or not at all, read back equal, refused with the reason when anything is wrong."""
+"""Measured profiles as files: written completely or not at all, loaded equal, refused with the reason if wrong."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_missing_array_is_named(saved):
 
 
 def test_weights_of_a_model_are_not_a_profile(tmp_path):
-    """The likeliest mistake: a checkpoint, in a dtype that numpy does not know."""
+    """The most likely mistake: a checkpoint, in a dtype that numpy does not have."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, path)
     with pytest.raises(ProfileError, match="not a holdover profile"):
@@ -269,12 +269,15 @@ def test_numbers_that_are_not_finite(name, value):
         ({"facts": facts(scale=(1.0,), carry=(0.0,))}, "scale and carry do not fit"),
         ({"facts": facts(carry=())}, "scale and carry do not fit"),
         ({"facts": facts(scale=(*NOISE[:-1], 0.0), carry=NOISE)}, "scale and carry do not fit"),
-        ({"facts": facts(starts=())}, "starts are no steps"),
-        ({"facts": facts(starts=(1,))}, "starts are no steps"),
-        ({"facts": facts(starts=(0, 3, 3))}, "starts are no steps"),
-        ({"facts": facts(starts=(0, STEPS))}, "starts are no steps"),
-        ({"seams": {"transformer": np.zeros((2, STEPS, STEPS + 1))}}, "seam"),
-        ({"seams": {"transformer": np.zeros(3)}}, "seam"),
+        ({"facts": facts(starts=())}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(1,))}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(0, 3, 3))}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(0, STEPS))}, "starts are not ascending steps from 0"),
+        (
+            {"seams": {"transformer": np.zeros((2, STEPS, STEPS + 1))}},
+            "residuals' Gram matrices of 'transformer'",
+        ),
+        ({"seams": {"transformer": np.zeros(3)}}, "residuals' Gram matrices of 'transformer'"),
         ({"seams": {"transformer": np.full((2, STEPS, STEPS), np.nan)}}, "not finite"),
     ],
 )

@@ -267,17 +267,17 @@ class Profile:
         facts, steps = self.facts, len(self.facts.noise)
         _require(steps > 0, "it has no steps")
         is_rising = all(a < b for a, b in pairwise((-1, *facts.starts, steps)))
-        _require(is_rising and facts.starts[:1] == (0,), "its starts are no steps")
+        _require(is_rising and facts.starts[:1] == (0,), "its starts are not ascending steps from 0")
         _require(len(facts.surprise) in (0, 2), "its surprise is not two numbers")
         _require(len(facts.mix) == max(1, len(facts.branches)), "its mix does not fit its branches")
         fits = len(facts.scale) == len(facts.carry) in (0, steps) and all(facts.scale)
         _require(fits, "its scale and carry do not fit its steps")
-        _require(_is_square(self.grams, steps * len(facts.mix)), "its Gram matrices do not fit")
+        _require(_is_square(self.grams, steps * len(facts.mix)), "its Gram matrices do not fit its steps and branches")
         for name, seam in self.seams.items():
-            _require(_is_square(seam, steps), f"the seam {name!r}'s Gram matrices do not fit")
+            _require(_is_square(seam, steps), f"the residuals' Gram matrices of {name!r} do not fit its steps")
         _require(self.growth.shape == (len(self.grams), steps + 1), "its error growth does not fit its Gram matrices")
         for array in (self.grams, self.growth, *self.seams.values()):
-            _require(bool(np.isfinite(array).all()), "it holds numbers that are not finite")
+            _require(bool(np.isfinite(array).all()), "it has numbers that are not finite")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Profile) and self.digest == other.digest
@@ -355,4 +355,4 @@ def _finite(name: str, values: Iterable[float]) -> None:
 
 def _require(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise ProfileError(f"This profile cannot be right: {otherwise}.")
+        raise ProfileError(f"Invalid profile: {otherwise}.")

@@ -95,6 +95,7 @@ def find(
 
 
 def _by_name(method: MethodName, name: str, transformer: nn.Module) -> MethodProfile:
+    """The shipped profile of that name; the error for an unknown name lists those of the transformer's class."""
     known = {profile.name: profile for profile in shipped(method)}
     if name in known:
         return known[name]
@@ -107,7 +108,7 @@ def _by_name(method: MethodName, name: str, transformer: nn.Module) -> MethodPro
 def _from_measured(
     method: MethodName, source: Profile | str, transformer: nn.Module, pipeline: object
 ) -> MethodProfile:
-    """This method's constants in a measured profile; with two experts, those of this transformer."""
+    """The constants of this method in a measured profile; with two experts, those of this transformer."""
     facts = (source if isinstance(source, Profile) else Profile.load(source)).facts
     parts: Iterable[tuple[str, MethodProfile]] = facts.tea_cache if method == "tea_cache" else facts.mag_cache
     classes = {cls.__name__ for cls in type(transformer).__mro__}
