@@ -112,7 +112,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
-ConfigT = TypeVar("ConfigT", bound=Config, default=Config)  # the config class of a backend or method
+ConfigT = TypeVar("ConfigT", bound=Config, default=Any)  # of a backend; a bare `CacheBackend` has any config
 
 
 def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()) -> ConfigError:
