@@ -131,9 +131,8 @@ def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> 
     try:
         return _validators(cls)[field.name].validate_python(value)  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
-        # A list has one error per wrong item, perhaps many; out of range can only be a single value.
-        out_of_range = error.error_count() == 1 and error.errors()[0]["type"] in _OUT_OF_RANGE
-    if out_of_range:
+        kinds = {entry["type"] for entry in error.errors()}
+    if kinds <= _OUT_OF_RANGE:
         wanted, given = allowed_values(field) or "a finite number", repr(value)
     else:
         hint = typing.get_type_hints(cls)[field.name]
@@ -153,9 +152,12 @@ def _validators(cls: type) -> dict[str, TypeAdapter[Any]]:
         allowed = dict(field.metadata.get("allowed", {}))
         choices = allowed.pop("choices", None)
         hint: Any = Literal[choices] if choices else hints[field.name]
-        is_sequence = "tuple[" in str(hint)  # the config class itself checks the range of the items
-        if is_sequence:
-            hint = Annotated[hint, BeforeValidator(_as_tuples)]
+        options = (hint,) if typing.get_origin(hint) is tuple else typing.get_args(hint)
+        is_sequence = any(typing.get_origin(option) is tuple for option in options)
+        if is_sequence:  # a long list is refused at its first wrong item; the config class checks the range of items
+            fast = Field(fail_fast=True)
+            options = tuple(Annotated[o, fast] if typing.get_origin(o) is tuple else o for o in options)
+            hint = Annotated[typing.Union[options], BeforeValidator(_as_tuples)]  # noqa: UP007
         limits = Field(**{key: limit for key, limit in allowed.items() if limit is not None})
         config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=is_sequence)
         validators[field.name] = TypeAdapter(Annotated[hint, limits], config=config)
@@ -170,7 +172,7 @@ def _as_tuples(value: Any, depth: int = 3) -> Any:
         value = tuple(value.items())
     if depth == 0 or not isinstance(value, (list, tuple)):
         return value
-    return tuple(_as_tuples(item, depth - 1) for item in value)
+    return tuple(item if type(item) in (float, int, str) else _as_tuples(item, depth - 1) for item in value)
 
 
 def _plain(value: Any) -> Any:
