@@ -41,7 +41,7 @@ REFERENCE = {
 }
 WITHOUT_DOCSTRING = {
     "__version__": "The version, as text.",
-    "Method": "The names of the methods that keep profiles.",
+    "MethodName": "The names of the methods that keep profiles.",
     "METRICS": "Every metric by name: its title, its unit, and which end is the good one.",
     "PSNR_CAP": "The most a PSNR counts for beside smaller ones, in decibels.",
     "Candidate": "A `Method`, `FewerSteps` or `Custom`.",

@@ -1,10 +1,11 @@
-"""Settings: every field is checked, unknown keys name the right one, JSON and back."""
+"""Settings: every field is checked, errors for unknown keys name the right one, JSON round-trips."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from holdover.base import DiffusionCacheConfig
 from holdover.config import Config, allowed_values, setting
 from holdover.errors import ConfigError
 from holdover.magcache import MagCacheConfig
+from holdover.profiles import measured
 from holdover.runtime.method import NoneConfig
 from holdover.selector import own_config
 from holdover.teacache import TeaCacheConfig
@@ -24,7 +26,7 @@ from holdover.teacache import TeaCacheConfig
 CONFIGS: tuple[type[Config], ...] = (DiffusionCacheConfig, TeaCacheConfig, MagCacheConfig)
 NAN, INF = math.nan, math.inf
 
-# What no field of a kind takes. A bool is not a number here, and a number is not a bool.
+# Values that no field of a kind accepts. A bool is not a number here, and a number is not a bool.
 WRONG: dict[str, tuple[Any, ...]] = {
     "float": ("0.1", None, True, False, [0.1], 1j),
     "int": ("1", None, True, False, 1.0, 2.5, NAN, [1]),
@@ -165,7 +167,7 @@ def test_ratios_by_branch_are_taken(config: type[Config], kind: Any) -> None:
     assert hash(config.from_dict(made.as_dict())) == hash(made)
 
 
-def test_ratios_by_branch_are_told_apart() -> None:
+def test_ratios_by_branch_differ_from_ratios_for_all() -> None:
     ratios = {"cond": [1.0, 1.5], "uncond": [1.0, 0.75]}
     assert MagCacheConfig(mag_ratios=ratios).ratios_by_branch == {"cond": (1.0, 1.5), "uncond": (1.0, 0.75)}
     assert MagCacheConfig().ratios_by_branch == {}
@@ -274,7 +276,7 @@ def numbers(low: float, high: float) -> st.SearchStrategy[float]:
 
 ratios = st.lists(st.floats(0.1, 3.0), min_size=1, max_size=6)
 names = st.text(min_size=1, max_size=8)
-drawn_configs = st.one_of(
+configs = st.one_of(
     st.builds(
         TeaCacheConfig,
         rel_l1_thresh=numbers(0, 5),
@@ -306,7 +308,7 @@ drawn_configs = st.one_of(
 
 
 @settings(deadline=None)
-@given(config=drawn_configs)
+@given(config=configs)
 def test_json_and_back(config: Config) -> None:
     text = json.dumps(config.as_dict(), allow_nan=False)
     again = type(config).from_json(text)
@@ -437,6 +439,28 @@ def test_not_a_number_is_refused_where_there_are_no_bounds() -> None:
     assert _Own(unbounded=-1e9).unbounded == -1e9
     with pytest.raises(ConfigError, match="unbounded must be"):
         _Own(unbounded=NAN)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)], ids=type)
+def test_a_number_of_numpy_or_torch_becomes_a_float(value: Any) -> None:
+    assert repr(TeaCacheConfig(rel_l1_thresh=value).rel_l1_thresh) == "0.5"
+
+
+def test_a_list_nested_however_deep_is_a_config_error() -> None:
+    nested: list[Any] = [1.0]
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(ConfigError, match="mag_ratios must be"):
+        MagCacheConfig(mag_ratios=nested)
+
+
+@pytest.mark.parametrize("profile", [{}, {"facts": {}}, 3, Path("p.safetensors")])
+def test_a_profile_is_an_object_or_a_name(profile: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^TeaCacheConfig\.profile must be .*Profile \| str \| None, not "):
+        TeaCacheConfig(profile=profile)
+    shipped = measured()[0]
+    assert TeaCacheConfig(profile=shipped).profile is shipped
+    assert TeaCacheConfig(profile=shipped).as_dict()["profile"] == shipped.name
 
 
 def test_a_field_of_any_type_takes_anything() -> None:

@@ -1,4 +1,4 @@
-"""The errors, their tree, and the suggestion that goes with a wrong name."""
+"""The exception classes, their tree, and the suggestion for a wrong name."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_every_class_is_public(name: str) -> None:
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    drawn = re.findall(r"^([│├└─ ]*)(\w+)", errors.__doc__.split("```")[1], re.MULTILINE)
-    depths = {name: len(indent) // 4 for indent, name in drawn}
+    lines = re.findall(r"^([│├└─ ]*)(\w+)", errors.__doc__.split("```")[1], re.MULTILINE)
+    depths = {name: len(indent) // 4 for indent, name in lines}
     roots = (Exception, UserWarning)
     real = {
         name: len([b for b in cls.__mro__ if b.__module__ == "holdover.errors"]) - 1 for name, cls in CLASSES.items()

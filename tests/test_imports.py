@@ -91,7 +91,7 @@ def test_importing_holdover_imports_nothing_heavy() -> None:
     done = python("-c", "import sys, holdover; print(*{name.split('.')[0] for name in sys.modules})")
     loaded = set(done.stdout.split())
     assert "holdover" in loaded
-    assert loaded & HEAVY == set()
+    assert loaded & (HEAVY | {"pydantic"}) == set()
 
 
 @pytest.mark.skipif(SCRIPT is None, reason="the command is not installed")

@@ -1,4 +1,4 @@
-"""Profiles: what ships is sourced and consistent, the right one is found, files round-trip, wrong files are refused."""
+"""Profiles: shipped ones are sourced, the right one is found, files round-trip, wrong files are refused."""
 
 from __future__ import annotations
 
@@ -187,14 +187,14 @@ LCM_6 = type("FlowMatchLCMScheduler", (), {"config": {"shift": 6.0}})()
         ("tea_cache", fake(WAN, num_layers=2, in_channels=4), None, "tc.wan2.1-t2v-1.3B"),
     ],
 )
-def test_the_variant_is_told_by_config_and_pipeline(method: Any, transformer: Any, pipe: Any, name: str) -> None:
+def test_the_variant_is_found_by_config_and_pipeline(method: Any, transformer: Any, pipe: Any, name: str) -> None:
     found = find(method, transformer, pipe)
     assert found is not None
     assert found.name == name
 
 
 @pytest.mark.parametrize("method", ["tea_cache", "mag_cache"])
-def test_a_model_nobody_measured_has_no_profile(method: Any) -> None:
+def test_an_unmeasured_model_has_no_profile(method: Any) -> None:
     assert find(method, nn.Linear(1, 1)) is None
 
 
@@ -290,7 +290,7 @@ def test_only_profiles_can_be_saved(tmp_path: Path) -> None:
 
 
 def changed(profile: MethodProfile, **entries: Any) -> Callable[[Path], None]:
-    """Writes the profile's file with some entries replaced, or taken out where the value is ..."""
+    """Write the profile's file with some entries replaced, or removed if the value is `...`."""
 
     def write(path: Path) -> None:
         save(profile, path)

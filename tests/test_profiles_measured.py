@@ -1,4 +1,4 @@
-"""Profiles as files: written whole or not at all, read back equal, refused with the reason when anything is wrong."""
+"""Measured profiles as files: written completely or not at all, loaded equal, refused with the reason if wrong."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from safetensors.torch import save_file
 from holdover import HoldoverError, Profile, ProfileError
 from holdover.profiles import (
     Certificate,
-    Facts,
     MagCacheProfile,
     MagCacheRatios,
-    ModelFacts,
-    Schedule,
+    MeasuredPlan,
+    ModelIdentity,
+    ProfileFacts,
     TeaCacheFit,
     TeaCacheProfile,
 )
-from holdover.profiles.codec import encode
-from holdover.profiles.measured import _digest
+from holdover.profiles.files import compute_digest, encode
 
 STEPS = 6
 NOISE = tuple(np.linspace(1.0, 1 / STEPS, STEPS).tolist())
 
 
-def facts(**changes) -> Facts:
+def facts(**changes) -> ProfileFacts:
     kind = {"name": "x", "model": "M", "transformer_class": "M"}
-    made = Facts(
+    made = ProfileFacts(
         name="tiny",
         pipeline="TinyPipeline",
         scheduler="FlowMatchEulerDiscreteScheduler",
         noise=NOISE,
-        models=(("transformer", ModelFacts("M", "0123456789abcdef", "bfloat16", ("style",))),),
+        models=(("transformer", ModelIdentity("M", "0123456789abcdef", "bfloat16", ("style",))),),
         prompts=2,
         prompts_hash="ffff",
         date="2026-01-31",
@@ -56,7 +55,7 @@ def facts(**changes) -> Facts:
                 MagCacheProfile(**kind, num_inference_steps=2, branches=(("cond", MagCacheRatios((1.0, 0.9))),)),
             ),
         ),
-        schedules=(Schedule(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5),),
+        schedules=(MeasuredPlan(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5),),
         certificates=(Certificate("psnr>=40", (0, 2), NOISE, 0.95, 0.9, 60, 1, "eeee", "S", "ffff", 3.5, ("style",)),),
     )
     return dataclasses.replace(made, **changes)
@@ -102,7 +101,7 @@ def test_what_is_saved_is_loaded(saved):
 
 
 def test_a_profile_with_the_least_in_it_is_saved_and_loaded(tmp_path):
-    fields = {f.name: f.default for f in dataclasses.fields(Facts) if f.default is not dataclasses.MISSING}
+    fields = {f.name: f.default for f in dataclasses.fields(ProfileFacts) if f.default is not dataclasses.MISSING}
     bare = profile(facts=facts(**fields), seams={})
     assert Profile.load(bare.save(tmp_path / "bare.safetensors")).facts == bare.facts
 
@@ -179,9 +178,9 @@ def test_a_changed_array_is_damage(saved):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{not json", "are not JSON"),
-        ("[" * 100_000, "are not JSON"),
-        ("1" * 5000, "are not JSON"),
+        ("{not json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("1" * 5000, "is not JSON"),
         ("[]", "not a holdover profile"),
         ("null", "not a holdover profile"),
         ('{"format": "another", "facts": {}}', "not a holdover profile"),
@@ -222,13 +221,13 @@ def test_a_wrong_fact_is_named(saved, name, value, said):
 def test_a_missing_array_is_named(saved):
     header = profile()
     kept = {"growth": header.growth}
-    own = {**head_of(saved)[1], "digest": _digest(encode(header.facts), kept)}
+    own = {**head_of(saved)[1], "digest": compute_digest(encode(header.facts), kept)}
     with pytest.raises(ProfileError, match="lacks the array 'grams'"):
         Profile.load(rewritten(saved, json.dumps(own), kept))
 
 
 def test_weights_of_a_model_are_not_a_profile(tmp_path):
-    """The likeliest mistake: a checkpoint, in a dtype that numpy does not know."""
+    """The most likely mistake: a checkpoint, in a dtype that numpy does not have."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, path)
     with pytest.raises(ProfileError, match="not a holdover profile"):
@@ -270,12 +269,15 @@ def test_numbers_that_are_not_finite(name, value):
         ({"facts": facts(scale=(1.0,), carry=(0.0,))}, "scale and carry do not fit"),
         ({"facts": facts(carry=())}, "scale and carry do not fit"),
         ({"facts": facts(scale=(*NOISE[:-1], 0.0), carry=NOISE)}, "scale and carry do not fit"),
-        ({"facts": facts(starts=())}, "starts are no steps"),
-        ({"facts": facts(starts=(1,))}, "starts are no steps"),
-        ({"facts": facts(starts=(0, 3, 3))}, "starts are no steps"),
-        ({"facts": facts(starts=(0, STEPS))}, "starts are no steps"),
-        ({"seams": {"transformer": np.zeros((2, STEPS, STEPS + 1))}}, "seam"),
-        ({"seams": {"transformer": np.zeros(3)}}, "seam"),
+        ({"facts": facts(starts=())}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(1,))}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(0, 3, 3))}, "starts are not ascending steps from 0"),
+        ({"facts": facts(starts=(0, STEPS))}, "starts are not ascending steps from 0"),
+        (
+            {"seams": {"transformer": np.zeros((2, STEPS, STEPS + 1))}},
+            "residuals' Gram matrices of 'transformer'",
+        ),
+        ({"seams": {"transformer": np.zeros(3)}}, "residuals' Gram matrices of 'transformer'"),
         ({"seams": {"transformer": np.full((2, STEPS, STEPS), np.nan)}}, "not finite"),
     ],
 )
@@ -291,7 +293,7 @@ def test_a_profile_error_is_a_value_error_of_ours():
 def test_a_certificate_in_plain_words():
     certificate = facts().certificates[0]
     assert str(certificate) == (
-        "for prompts like these, 95% of pictures meet psnr>=40, with 90% confidence; 60 prompts tried, 1 below"
+        "for prompts like these, 95% of images meet psnr>=40, with 90% confidence; 60 prompts tried, 1 below"
     )
 
 

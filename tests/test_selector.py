@@ -152,9 +152,28 @@ def test_settings_become_the_methods_own_config() -> None:
     assert own_config("none", {}) == NoneConfig()
 
 
+class _Bare(CacheBackend[NoneConfig]):
+    """The least a backend must define."""
+
+    config_class = NoneConfig
+
+    def enable(self, pipeline: Any) -> None:
+        self.enabled = True
+
+    def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
+        pass
+
+
+def test_what_a_backend_does_not_define_is_not_implemented() -> None:
+    bare = _Bare(NoneConfig())
+    for use in (bare.disable, bare.stats, bare.reports, bare.off, bare.using):
+        with pytest.raises(NotImplementedError, match="^_Bare "):
+            use()
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_a_backend_that_is_not_enabled_says_so(name: str) -> None:
     made = get_cache_backend(name)
-    for use in (made.disable, made.stats, made.off, lambda: made.refresh(None, 4), made.__enter__):
+    for use in (made.disable, made.stats, made.reports, made.off, lambda: made.refresh(None, 4), made.__enter__):
         with pytest.raises(NotEnabledError):
             use()

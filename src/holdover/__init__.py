@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names and where they live. They are imported when they are first used, so that `import holdover` and
-# the command line's help cost nothing.
-_HOMES = {
+# The public names by module. They are imported on first use, so that `import holdover` and the command line's help cost
+# nothing.
+_PUBLIC = {
     "api": ("check", "disable", "enable"),
     "base": ("CacheBackend", "DiffusionCacheConfig"),
     "cache_dit_backend": ("CacheDiTBackend", "CacheDiTConfig"),
@@ -98,7 +98,7 @@ _HOMES = {
     "tuning": ("polish", "tune"),
     "zoo": ("load",),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 

@@ -1,4 +1,4 @@
-"""The one verb, and its undoing."""
+"""`holdover.enable`, `holdover.check` and `holdover.disable`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def enable(pipe: Any, method: PlanConfig, /, **settings: Any) -> PlanBackend: ..
 @overload
 def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
 def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **settings: Any) -> CacheBackend:
-    """Put a cache on a pipeline or a transformer and return it, enabled.
+    """Enable a cache on a pipeline or a transformer and return it.
 
     `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"none"`) with its settings as
-    keywords, or a config object. `ranks` are the groups of processes one request runs over, where the transformer does
-    not show them.
+    keywords, or a config object. `ranks` are the process groups that one request runs on; they are needed only if the
+    transformer itself does not show them.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)
@@ -53,17 +53,17 @@ def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **
         raise ConfigError(f"A method is a name or a config, not {method!r}.")
     backend.enable(pipe)
     if ranks is not None:
-        _state(backend, ranks)
+        _set_ranks(backend, ranks)
     return backend
 
 
-def _state(backend: CacheBackend, ranks: Ranks) -> None:
-    """Tell an enabled cache its ranks; where they are wrong, take it off again."""
+def _set_ranks(backend: CacheBackend, ranks: Ranks) -> None:
+    """Set the ranks of an enabled cache; if they are wrong, disable it again."""
     from .engine.backend import EngineBackend
 
     try:
         if not isinstance(backend, EngineBackend):
-            raise ConfigError(f"{type(backend).__name__} does not run over several ranks: leave out ranks=.")
+            raise ConfigError(f"{type(backend).__name__} does not run on several ranks: leave out ranks=.")
         backend.set_ranks(ranks)
     except ConfigError:
         backend.disable()
@@ -71,18 +71,18 @@ def _state(backend: CacheBackend, ranks: Ranks) -> None:
 
 
 def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
-    """Whether a held step of this transformer replays a computed one, measured on these inputs.
+    """Check whether a held step of this transformer reproduces a computed one on these inputs.
 
-    One full forward and one forced hold on the same inputs, compared by output and by stream; the transformer is not
-    changed. `print(report)` says where the cut runs.
+    Runs one full forward and one forced hold on the same inputs and compares output and streams; the transformer is not
+    changed. `print(report)` shows where the blocks are cut.
     """
-    from .engine.backend import check as replay
+    from .engine.backend import check as check_replay
 
-    return replay(transformer, **inputs)
+    return check_replay(transformer, **inputs)
 
 
 def disable(target: Any) -> None:
-    """Take off whatever cache is on a pipeline or a transformer."""
+    """Disable the cache that is enabled on a pipeline or a transformer."""
     from .engine.backend import find_cache
 
     cache = find_cache(target)

@@ -1,19 +1,26 @@
-"""Typed, frozen settings: declared once, checked always, JSON and back.
+"""Settings as frozen dataclasses: declared once with `setting`, checked on construction, convertible to and from JSON.
 
-A config is a frozen dataclass whose fields are declared with `setting`. It knows nothing of torch, models or methods.
+This module knows nothing about torch, models or methods. pydantic checks the values; it is imported when the
+first config is constructed, so that `import holdover` and `holdover --help` do not load it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
-import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from typing_extensions import TypeVar
 
 from .errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than_equal", "finite_number", "literal_error"}
 
 
 def setting(
@@ -25,13 +32,13 @@ def setting(
     choices: tuple[Any, ...] | None = None,
     doc: str = "",
 ) -> Any:
-    """A config field with its default, the values it may take and one line on what it does."""
+    """Declare a config field with its default, its allowed values and one line of documentation."""
     allowed = {"ge": ge, "gt": gt, "le": le, "choices": choices}
     return dataclasses.field(default=default, metadata={"allowed": allowed, "doc": doc})
 
 
 def allowed_values(field: dataclasses.Field[Any]) -> str:
-    """The values a field may take, in words: `at least 0 and at most 1`."""
+    """The allowed values of a field in words: `at least 0 and at most 1`; empty if it has no limits."""
     allowed = field.metadata.get("allowed", {})
     if allowed.get("choices"):
         return "one of " + ", ".join(repr(c) for c in allowed["choices"])
@@ -42,7 +49,11 @@ def allowed_values(field: dataclasses.Field[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base of every config: values are checked on construction, whoever constructs it."""
+    """Base class of all configs. Values are checked on construction; an invalid one raises ConfigError.
+
+    Lists, arrays and tensors become tuples, mappings become tuples of (key, value) pairs, and an int becomes a float
+    where one is declared. Nothing else is converted: a bool is not a number, "1" is not 1.
+    """
 
     method: ClassVar[str] = ""  # name in `holdover.enable`
     color: ClassVar[str] = "grey"  # color of its series in reports: a name in the page's style sheet
@@ -54,13 +65,12 @@ class Config:
         return False
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = _coerced(getattr(self, field.name), hints[field.name], field, type(self).__name__)
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, _validated(type(self), field, getattr(self, field.name)))
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
+        """The names of all settings."""
         return tuple(f.name for f in dataclasses.fields(cls))
 
     @classmethod
@@ -76,14 +86,14 @@ class Config:
 
     @classmethod
     def check_keys(cls, keys: Iterable[str]) -> None:
-        """Raise for the first key that is not a setting."""
+        """Raise ConfigError for the first key that is not a setting."""
         for key in keys:
             if key not in cls.field_names():
                 raise unknown_key(key, cls)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Build from a JSON object; malformed text is an error, never the defaults."""
+        """Build from a JSON object; malformed text is an error, it never yields the defaults."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -93,7 +103,7 @@ class Config:
         return cls.from_dict(values)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain JSON values; what has a name of its own, a profile, is given by its name."""
+        """The settings as plain JSON values; a profile is given by its name."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def replaced(self, **changes: Any) -> Self:
@@ -102,8 +112,11 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
+ConfigT = TypeVar("ConfigT", bound=Config, default=Any)  # of a backend; a bare `CacheBackend` has any config
+
+
 def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()) -> ConfigError:
-    """The error for a key `cls` does not have: where it belongs, or what was probably meant."""
+    """The error for a key that `cls` does not have: names the method that has it, or the nearest valid key."""
     owner = next((other for other in others if other.method and key in other.field_names()), None)
     if owner is not None:
         return ConfigError(f"{key!r} is a setting of {owner.method!r}, not of {cls.method or cls.__name__!r}.")
@@ -111,77 +124,59 @@ def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()
     return ConfigError(f"{cls.__name__} has no setting {key!r}.{hint}")
 
 
-def _coerced(value: Any, hint: Any, field: dataclasses.Field[Any], owner: str) -> Any:
-    """`value` in the field's type (lists become tuples, ints become floats), or a ConfigError."""
+def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value in the type of its field, or a ConfigError that says which values are allowed."""
+    from pydantic import ValidationError
+
     try:
-        value = _as_type(value, hint)
-    except TypeError:
+        return _validators(cls)[field.name].validate_python(value)  # type: ignore[arg-type]  # classes are hashable
+    except ValidationError as error:
+        kinds = {entry["type"] for entry in error.errors()}
+    if kinds <= _OUT_OF_RANGE:
+        wanted, given = allowed_values(field) or "a finite number", repr(value)
+    else:
+        hint = typing.get_type_hints(cls)[field.name]
         wanted = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
-        raise ConfigError(f"{owner}.{field.name} must be {wanted}, not {value!r} ({type(value).__name__}).") from None
-    if not _within(value, field.metadata.get("allowed", {})):
-        wanted = allowed_values(field) or "a finite number"
-        raise ConfigError(f"{owner}.{field.name} must be {wanted}, not {value!r}.")
-    return value
+        given = f"{value!r} ({type(value).__name__})"
+    raise ConfigError(f"{cls.__name__}.{field.name} must be {wanted}, not {given}.")
 
 
-def _as_type(value: Any, hint: Any) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _as_one_of(value, typing.get_args(hint))
-    if origin is tuple:
-        return _as_tuple(value, typing.get_args(hint)[0])
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise TypeError from None
-    if hint is bool or not isinstance(value, bool):
-        if hint is Any or isinstance(value, hint):
-            return value
-    raise TypeError
+@functools.cache
+def _validators(cls: type) -> dict[str, TypeAdapter[Any]]:
+    """A strict pydantic validator for each field of a config class, built from its type and its allowed values."""
+    from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+
+    validators: dict[str, TypeAdapter[Any]] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        allowed = dict(field.metadata.get("allowed", {}))
+        choices = allowed.pop("choices", None)
+        hint: Any = Literal[choices] if choices else hints[field.name]
+        options = (hint,) if typing.get_origin(hint) is tuple else typing.get_args(hint)
+        is_sequence = any(typing.get_origin(option) is tuple for option in options)
+        if is_sequence:  # a long list is refused at its first wrong item; the config class checks the range of items
+            fast = Field(fail_fast=True)
+            options = tuple(Annotated[o, fast] if typing.get_origin(o) is tuple else o for o in options)
+            hint = Annotated[typing.Union[options], BeforeValidator(_as_tuples)]  # noqa: UP007
+        limits = Field(**{key: limit for key, limit in allowed.items() if limit is not None})
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=is_sequence)
+        validators[field.name] = TypeAdapter(Annotated[hint, limits], config=config)
+    return validators
 
 
-def _as_one_of(value: Any, options: tuple[Any, ...]) -> Any:
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        try:
-            return _as_type(value, option)
-        except TypeError:
-            continue
-    raise TypeError
-
-
-def _as_tuple(value: Any, item: Any) -> tuple[Any, ...]:
-    if hasattr(value, "tolist"):  # a tensor or an array, as the documents pass their ratios
+def _as_tuples(value: Any, depth: int = 3) -> Any:
+    """Lists, arrays, tensors and mappings as hashable tuples; what is nested deeper than any setting stays as it is."""
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
         value = tuple(value.items())
-    if not isinstance(value, (list, tuple)):
-        raise TypeError
-    if typing.get_origin(item) is tuple:
-        name, inner = typing.get_args(item)
-        if any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in value):
-            raise TypeError
-        return tuple((_as_type(key, name), _as_type(rest, inner)) for key, rest in value)
-    return tuple(_as_type(v, item) for v in value)
-
-
-def _within(value: Any, allowed: Mapping[str, Any]) -> bool:
-    if allowed.get("choices") is not None:
-        return value in allowed["choices"]
-    if value is None or not isinstance(value, (int, float)):
-        return True
-    low, above, high = allowed.get("ge"), allowed.get("gt"), allowed.get("le")
-    return (
-        math.isfinite(value)
-        and (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-    )
+    if depth == 0 or not isinstance(value, (list, tuple)):
+        return value
+    return tuple(item if type(item) in (float, int, str) else _as_tuples(item, depth - 1) for item in value)
 
 
 def _plain(value: Any) -> Any:
+    """A setting as a JSON value: tuples become lists, tuples of (name, value) pairs objects, a profile its name."""
     if isinstance(value, tuple):
         if value and all(isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str) for v in value):
             return {name: _plain(rest) for name, rest in value}

@@ -1,4 +1,4 @@
-"""The object that crosses the seam: all that a method may know of a model at one step."""
+"""`CacheContext`: the stack of transformer blocks at one step, as an extractor describes it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass
 class CacheContext:
-    """One step of one branch, seen from the seam.
+    """The stack of transformer blocks at one step of one branch.
 
-    `modulated_input` is the signal a method may compare between steps; `hidden_states` and
-    `encoder_hidden_states` enter the first block; `run_transformer_blocks()` gives what leaves the last one,
-    hidden states first; `postprocess(hidden)` turns that into the model's output. An extractor that a user
-    registers for an unusual model builds the same object.
+    `modulated_input` is the signal that a method may compare between steps. `hidden_states` and
+    `encoder_hidden_states` are the inputs of the first block; `run_transformer_blocks()` returns the outputs of the
+    last block, hidden states first; `postprocess(hidden)` turns them into the model's output. An extractor that a user
+    registers for an unusual model builds this object.
     """
 
     modulated_input: torch.Tensor
@@ -29,7 +29,7 @@ class CacheContext:
     extra_states: dict[str, Any] | None = None
 
     def validate(self) -> None:
-        """Check types (TypeError), tensors (ValueError) and that the callables can be called (RuntimeError)."""
+        """Check types (TypeError), tensors (ValueError) and the signatures of the callables (RuntimeError)."""
         for name in ("modulated_input", "hidden_states", "temb"):
             _check_tensor(name, getattr(self, name))
         if self.encoder_hidden_states is not None:

@@ -1,14 +1,14 @@
-"""What can go wrong, and the one place that names it.
+"""The exceptions and warnings that holdover raises.
 
 ```
 HoldoverError
-├── ConfigError          a setting is unknown, of the wrong type or out of range   (also a ValueError)
-├── ProfileError         a profile is missing, corrupted or made for another model (also a ValueError)
-├── EnableError          the pipeline or transformer cannot be enabled as it is
-│   └── UnsupportedModelError   a held step is not what a computed one is
-│       └── UntraceableError    no cut through the blocks was found
+├── ConfigError          a setting is unknown, has the wrong type or is out of range (also a ValueError)
+├── ProfileError         a profile is missing, corrupted or made for another model  (also a ValueError)
+├── EnableError          the cache cannot be enabled on this pipeline or transformer
+│   └── UnsupportedModelError   a held step does not reproduce a computed one
+│       └── UntraceableError    the transformer blocks were not found by tracing
 └── NotEnabledError      the cache is not on this pipeline
-HoldoverWarning          it works, but not as you would expect
+HoldoverWarning          something works, but perhaps not as expected
 ```
 """
 
@@ -19,23 +19,23 @@ from collections.abc import Iterable
 
 
 class HoldoverError(Exception):
-    """Base of every error holdover raises on purpose."""
+    """Base class of all errors that holdover raises."""
 
 
 class ConfigError(HoldoverError, ValueError):
-    """A setting is unknown, of the wrong type or out of range."""
+    """A setting is unknown, has the wrong type or is out of range."""
 
 
 class ProfileError(HoldoverError, ValueError):
-    """A profile is missing, corrupted, or was made for another model."""
+    """A profile is missing, corrupted or made for another model."""
 
 
 class EnableError(HoldoverError):
-    """The pipeline or transformer cannot be enabled as it is."""
+    """The cache cannot be enabled on this pipeline or transformer."""
 
 
 class UnsupportedModelError(EnableError):
-    """A held step does not replay a computed one; `report` says by how much, where it was measured."""
+    """A held step does not reproduce a computed one; `report` has the measured differences, if there are any."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class UnsupportedModelError(EnableError):
 
 
 class UntraceableError(UnsupportedModelError):
-    """No list of blocks carries a stream that could be cut."""
+    """Tracing found no list of transformer blocks that passes a stream from block to block."""
 
 
 class NotEnabledError(HoldoverError):
@@ -51,11 +51,11 @@ class NotEnabledError(HoldoverError):
 
 
 class HoldoverWarning(UserWarning):
-    """It works, but not as you would expect."""
+    """Something works, but perhaps not as expected."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'mag_threshold'?"`, or nothing when no known name is near."""
+    """`" Did you mean 'mag_threshold'?"`, or an empty string if no known name is similar."""
     name, known = str(name), sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not near:

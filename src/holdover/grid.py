@@ -1,4 +1,4 @@
-"""The steps of one generation, as numbers."""
+"""The steps of one generation: how many, their noise levels, and which of them run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 class Grid:
     """The steps one transformer handles in one generation.
 
-    `noise[i]` is the noise level of step `i` on a scale where 1 is pure noise: the scheduler's timestep over the number
-    of training timesteps. It is empty when only the number of steps is known. `first` and `last` bound the steps that
-    really run (image-to-image starts late; each of two experts has its own range).
+    `noise[i]` is the noise level of step `i` on a scale where 1 is pure noise: the scheduler's timestep divided by the
+    number of training timesteps. It is empty if only the number of steps is known. `first` and `last` are the first and
+    the last step that run (image-to-image starts late; each of two experts has its own range).
     """
 
     count: int
@@ -26,7 +26,7 @@ class Grid:
 
     @classmethod
     def unbounded(cls) -> Grid:
-        """A loop whose number of steps nobody has said."""
+        """A generation with an unknown number of steps."""
         return cls(count=sys.maxsize)
 
     @property
@@ -40,9 +40,9 @@ class Grid:
         return self.last - self.first + 1
 
     def fraction(self, step: int) -> float:
-        """Where `step` lies between the first step of the whole grid (0) and its last (1)."""
+        """The position of `step` between the first step of the whole grid (0) and its last (1)."""
         return step / (self.count - 1) if self.count > 1 else 0.0
 
     def between(self, first: int, last: int) -> Grid:
-        """The same grid, of which only the steps `first` to `last` run."""
+        """The same grid where only the steps `first` to `last` run."""
         return replace(self, first=first, last=last)

@@ -1,4 +1,4 @@
-"""From a method's name to its backend, without importing the backends nobody asked for."""
+"""The registry of caching methods: from a name to a backend class, which is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .base import CacheBackend, DiffusionCacheConfig
 from .config import Config, unknown_key
 from .errors import ConfigError, did_you_mean
 
+# One line per method: its name, the module and the class of its backend.
 BACKENDS = {
     "tea_cache": ("holdover.teacache", "TeaCacheBackend"),
     "mag_cache": ("holdover.magcache", "MagCacheBackend"),
@@ -25,7 +26,7 @@ def methods() -> tuple[str, ...]:
 
 
 def backend_class(name: str) -> type[CacheBackend]:
-    """The backend of a method."""
+    """The backend class of a method."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigError(
             f"There is no caching method {name!r}.{did_you_mean(name, methods())} Methods: {', '.join(methods())}."
@@ -38,7 +39,7 @@ def backend_class(name: str) -> type[CacheBackend]:
 def get_cache_backend(
     cache_backend: str | None, cache_config: DiffusionCacheConfig | Config | Mapping[str, Any] | None = None
 ) -> CacheBackend | None:
-    """The backend for a method's name with its settings, not yet enabled; None for `None` and `"none"`."""
+    """A backend for a method's name with its settings, not yet enabled; None for `None` and `"none"`."""
     if cache_backend is None or cache_backend == "none":
         return None
     if isinstance(cache_config, Mapping):
@@ -47,13 +48,12 @@ def get_cache_backend(
 
 
 def config_class(name: str) -> type[Config]:
-    """The config of a method."""
-    found: type[Config] = backend_class(name).config_class
-    return found
+    """The config class of a method."""
+    return backend_class(name).config_class
 
 
 def own_config(name: str, settings: Mapping[str, Any]) -> Config:
-    """Settings as the method's own config; a key that belongs to another method is named as such."""
+    """Build a method's config from settings; the error for a key of another method names that method."""
     own = config_class(name)
     for key in settings:
         if key not in own.field_names():
@@ -62,7 +62,7 @@ def own_config(name: str, settings: Mapping[str, Any]) -> Config:
 
 
 def backend_for_config(config: Config) -> CacheBackend:
-    """The backend whose config this is."""
+    """A backend of the method that this config belongs to, not yet enabled."""
     if not config.method:
         raise ConfigError(f"{type(config).__name__} belongs to no caching method; name the method as well.")
     return backend_class(config.method)(config)

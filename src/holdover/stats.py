@@ -1,15 +1,15 @@
-"""What happened: which steps were computed and held, why, how long they took, what was kept."""
+"""Statistics: which steps were computed and held, why, how long they took, how many bytes were held."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One forward of one branch at one step."""
+    """One forward of one branch at one step; `clock()` returns the seconds it took."""
 
     transformer: str
     branch: str
@@ -19,18 +19,13 @@ class StepRecord:
     clock: Callable[[], float]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "transformer": self.transformer,
-            "branch": self.branch,
-            "step": self.step,
-            "computed": self.computed,
-            "reason": self.reason,
-        }
+        """Plain JSON values, without the time."""
+        return {name: getattr(self, name) for name in ("transformer", "branch", "step", "computed", "reason")}
 
 
 @dataclass
 class GenerationStats:
-    """One generation: its steps, its decisions, its cost."""
+    """One generation. `visits` has one record per forward; `steps` is None if the number of steps is unknown."""
 
     method: str
     settings: dict[str, Any]
@@ -41,7 +36,7 @@ class GenerationStats:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The branches in the order they came; with two transformers, `transformer/branch`."""
+        """The branches in order of appearance; with two transformers, `transformer/branch`."""
         several = len({v.transformer for v in self.visits}) > 1
         return tuple(dict.fromkeys(f"{v.transformer}/{v.branch}" if several else v.branch for v in self.visits))
 
@@ -51,33 +46,34 @@ class GenerationStats:
 
     @property
     def computed(self) -> dict[str, int]:
-        """Computed steps by branch."""
+        """Number of computed steps by branch."""
         return {b: sum(v.computed for v in self.of_branch(b)) for b in self.branches}
 
     @property
     def held(self) -> dict[str, int]:
-        """Held steps by branch."""
+        """Number of held steps by branch."""
         return {b: sum(not v.computed for v in self.of_branch(b)) for b in self.branches}
 
     @property
     def computed_total(self) -> int:
-        """Computed forwards of all branches."""
+        """Number of computed forwards of all branches."""
         return sum(self.computed.values())
 
     @property
     def held_total(self) -> int:
-        """Held forwards of all branches."""
+        """Number of held forwards of all branches."""
         return sum(self.held.values())
 
     def seconds(self, computed: bool) -> float:
-        """Time in computed or in held forwards."""
+        """Total time of the computed or of the held forwards."""
         return sum(v.clock() for v in self.visits if v.computed == computed)
 
     def trace(self, branch: str) -> str:
-        """One character a forward: `C` computed, `h` held."""
+        """One character per forward: `C` for computed, `h` for held."""
         return "".join("C" if v.computed else "h" for v in self.of_branch(branch))
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return {
             "method": self.method,
             "settings": self.settings,
@@ -104,7 +100,7 @@ class GenerationStats:
 
 @dataclass
 class Stats:
-    """Every generation since the cache was enabled, the newest last; old ones only in the totals."""
+    """All generations since the cache was enabled, newest last. The oldest are only counted in the totals."""
 
     method: str
     generations: list[GenerationStats]
@@ -120,21 +116,22 @@ class Stats:
 
     @property
     def computed(self) -> int:
-        """Computed forwards in all generations."""
+        """Number of computed forwards in all generations."""
         return self.dropped_computed + sum(g.computed_total for g in self.generations)
 
     @property
     def held(self) -> int:
-        """Held forwards in all generations."""
+        """Number of held forwards in all generations."""
         return self.dropped_held + sum(g.held_total for g in self.generations)
 
     @property
     def count(self) -> int:
-        """How many generations there were."""
+        """Number of generations."""
         return self.dropped + len(self.generations)
 
     @property
     def peak_bytes(self) -> int:
+        """The most bytes held at a time."""
         return max((g.peak_bytes for g in self.generations), default=0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,14 +158,14 @@ class Stats:
 
 
 class Ledger:
-    """Keeps the newest generations whole and the older ones as totals."""
+    """Collects the statistics of an engine: the newest generations in full, older ones as totals."""
 
     def __init__(self, method: str, keep: int = 32) -> None:
         self._stats = Stats(method, [])
         self._keep = keep
 
     def open(self, generation: GenerationStats) -> None:
-        """A generation begins; one that never ran a forward is forgotten."""
+        """Add a generation that starts now; drop the last one if it never ran a forward."""
         generations = self._stats.generations
         if generations and not generations[-1].visits:
             generations.pop()
@@ -180,15 +177,13 @@ class Ledger:
             self._stats.dropped_held += oldest.held_total
 
     def snapshot(self, notes: Iterable[str] = ()) -> Stats:
-        """The statistics as of now."""
-        generations = [g for g in self._stats.generations if g.visits]
-        stats = self._stats
-        return Stats(stats.method, generations, stats.dropped, stats.dropped_computed, stats.dropped_held, tuple(notes))
+        """The statistics up to now."""
+        return replace(self._stats, generations=[g for g in self._stats.generations if g.visits], notes=tuple(notes))
 
 
 def _bytes(count: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
-    raise AssertionError("unreachable")
+    """`1.5 MB`."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return f"{count} B"

@@ -1,4 +1,4 @@
-"""Which transformers are covered, and how: what was traced, what is declared, which constants ship."""
+"""The supported transformers: where the blocks of each are cut, what its family declares, which constants ship."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .profiles import shipped
 
 @dataclass(frozen=True)
 class Support:
-    """One transformer class of diffusers."""
+    """How one transformer class of diffusers is supported."""
 
     name: str
     cut: str
@@ -32,29 +32,29 @@ class Support:
     cache_dit_refusal: str
 
     def explain(self) -> str:
-        """Where the cut runs and why, in words."""
+        """A description in words: where the blocks are cut and why, signals and constants."""
         lines = [self.name, f"  cut       {self.cut}"]
         lines += [f"  stream    {stream}" for stream in self.streams]
-        lines.append(f"  segments  {self.segments}, {_why(self.segments, len(self.streams))}")
+        if self.segments <= len(self.streams):
+            reason = "one for each stream: nothing changes it between the blocks"
+        else:
+            reason = (
+                "more than streams: the model changes a stream between blocks, which is computed on a held step too"
+            )
+        lines.append(f"  segments  {self.segments}, {reason}")
         if self.sides:
             lines.append(
-                f"  sides     {self.sides} outputs are not carried on; a held step gets a copy of the last one"
+                f"  sides     {self.sides} outputs are not passed on to later blocks; a held step repeats the last one"
             )
         if self.left_out:
-            lines.append(f"  left out  {', '.join(self.left_out)}: they only feed blocks and do not run at a held step")
+            lines.append(f"  left out  {', '.join(self.left_out)}: they only feed blocks and do not run on a held step")
         lines.append(f"  TeaCache  signal {', '.join(self.signals)}; {_named('coefficients', self.coefficients)}")
         lines.append(f"  MagCache  {_named('ratios', self.ratios)}")
         lines.append(f"  cache-dit {self.cache_dit or f'refused: {self.cache_dit_refusal}'}")
         if self.notes:
             lines.append(f"  declared  {self.notes}")
-        lines.append(f"  verified  a held step replays a computed one with diffusers {self.verified}")
+        lines.append(f"  verified  a held step reproduces a computed one with diffusers {self.verified}")
         return "\n".join(lines)
-
-
-def _why(segments: int, streams: int) -> str:
-    if segments <= streams:
-        return "one for each stream: nothing touches it between the blocks"
-    return "more than streams: the model does something of its own between blocks, which runs live on a held step"
 
 
 def _named(what: str, names: tuple[str, ...]) -> str:
@@ -69,18 +69,18 @@ def _measured() -> dict[str, Any]:
 
 
 def supported() -> tuple[Support, ...]:
-    """Every transformer class that was tried, in alphabetical order."""
+    """Every tested transformer class, in alphabetical order."""
     return tuple(_row(name) for name in sorted(_measured()["classes"]))
 
 
 def support_of(name: str) -> Support:
-    """One class; an unknown name is an error that says what an unlisted class can expect."""
+    """How one class is supported; the error for an unlisted class says how to check it."""
     known = _measured()["classes"]
     if name in known:
         return _row(name)
     raise HoldoverError(
         f"{name} is not in the table.{did_you_mean(name, known)} A class that is not listed is traced all the same: "
-        "holdover.check(transformer, **inputs) tells how."
+        "holdover.check(transformer, **inputs) shows the result."
     )
 
 
@@ -105,13 +105,13 @@ def _row(name: str) -> Support:
 
 
 def declared(family: Family) -> str:
-    """What a family says that no trace can show, in words."""
+    """What a family declares that tracing cannot find, in words."""
     facts = {
         f"the signal is read at {family.head}": family.head is not None,
-        "passes that write a cache of their own are never held": family.must_compute is not allow_hold,
+        "passes that write the model's own cache are never held": family.must_compute is not allow_hold,
         "two experts, each with its own steps": family.range_of is not handle_all_steps,
-        "the model is given 1 - t": family.time_runs_up,
-        f"branches are told apart by {', '.join(family.conditioning)}": bool(family.conditioning),
+        "the model takes 1 - t as its timestep": family.time_runs_up,
+        f"branches are identified by {', '.join(family.conditioning)}": bool(family.conditioning),
         family.notes: bool(family.notes),
     }
     return "; ".join(fact for fact, holds in facts.items() if holds)

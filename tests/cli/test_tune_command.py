@@ -49,7 +49,7 @@ def test_tune_writes_a_certificate_and_prints_predicted_beside_measured(profile:
     expected = dict(predicted(Profile.load(profile)))
     code, said = ran("tune", profile, *FEW)
     assert code == 0, said
-    assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
+    assert "50% of images meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
     assert Profile.load(profile).facts.certificates[0].target == "psnr>=15"
     rows = re.findall(
         r"^ +(\d) of 4 +([\d.]+) +([\d.]+|equal) +([\d.]+|equal) +(\d) +(passed|failed)$", said, re.MULTILINE

@@ -142,13 +142,13 @@ def test_a_backend_with_one_setting_is_exchanged_instead(painter: Painter, monke
 def test_what_was_measured_is_told(tmp_path: Any) -> None:
     import numpy as np
 
-    from holdover.profiles import Certificate, Facts, Profile, Schedule
+    from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
     from holdover.runtime.identity import facts_of
     from holdover.serve.known import known_of
 
     pipe = holdover.load("emoji")
     noise, euler = (1.0, 0.75, 0.5, 0.25), "FlowMatchEulerDiscreteScheduler"
-    facts = Facts(
+    facts = ProfileFacts(
         name="mine",
         pipeline="EmojiPipeline",
         scheduler=euler,
@@ -159,7 +159,7 @@ def test_what_was_measured_is_told(tmp_path: Any) -> None:
         date="2026-11-15",
         versions=(("torch", "2.13.0"),),
         schedules=tuple(
-            Schedule(noise=noise, scheduler=euler, computed=steps, weights=(), origin="planned", psnr=psnr)
+            MeasuredPlan(noise=noise, scheduler=euler, computed=steps, weights=(), origin="planned", psnr=psnr)
             for steps, psnr in (((0, 2), 31.0), ((0, 1, 2), 40.0))
         ),
         certificates=(

@@ -16,7 +16,7 @@ import torch
 
 import holdover
 from holdover.profiles import MagCacheProfile, Profile, TeaCacheProfile
-from holdover.profiles.codec import encode
+from holdover.profiles.files import encode
 from holdover.teacache import estimate_coefficients
 
 PROFILES = Path(__file__).resolve().parents[2] / "src/holdover/profiles"

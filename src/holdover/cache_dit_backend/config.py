@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import CacheDiTSettings
 from ..config import setting
-from ..settings import CacheDiTSettings
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..plan.rollout import Course, Weights
 from ..plan.schedules import growing
 from ..plan.setting import Setting, setting_of
 from ..policies.static import AlwaysCompute, Scheduled
-from ..predictors.newton import Newton
+from ..predictors import Newton
 from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
 from ..runtime.extracted import seam_of

@@ -19,7 +19,7 @@ from ..plan.kernel import Array
 from ..plan.making import Kind
 from ..plan.rollout import Course
 from ..plan.setting import Setting
-from ..profiles import Facts, MagCacheProfile, Profile, TeaCacheProfile
+from ..profiles import MagCacheProfile, Profile, ProfileFacts, TeaCacheProfile
 from ..runtime.backend import transformers_of
 from ..runtime.engine import Engine
 from ..runtime.identity import facts_of
@@ -156,7 +156,7 @@ class Session:
         """Everything that was measured, with where it comes from."""
         assert self._setting is not None
         pipe, caller, setting, mixed = self._caller.pipe, self._caller, self._setting, together(self._measured)
-        facts = Facts(
+        facts = ProfileFacts(
             name=name,
             pipeline=type(pipe).__name__,
             scheduler=type(pipe.scheduler).__name__,

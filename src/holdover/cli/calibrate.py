@@ -51,7 +51,7 @@ def calibrate(
 
 def _check_profile_path(out: Path) -> None:
     from ..errors import ConfigError
-    from ..profiles.measured import SUFFIX
+    from ..profiles.profile import SUFFIX
 
     if out.suffix != SUFFIX:
         raise ConfigError(f"--out must end in {SUFFIX}, not {out.name!r}.")

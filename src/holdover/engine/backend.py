@@ -13,6 +13,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from ..base import CacheBackend, DiffusionCacheConfig
+from ..config import ConfigT
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
 from ..models.inputs import describe_arguments
 from ..policies.base import PolicyState
@@ -20,7 +21,7 @@ from ..policies.static import AlwaysCompute
 from ..stats import Stats
 from .engine import Engine
 from .install import CachedTransformer, find_engine
-from .method import BLOCK_PASSES, ConfigT, Method, NoneConfig, NoneMethod
+from .method import BLOCK_PASSES, Method, NoneConfig, NoneMethod
 from .parallel import Ranks
 from .state import BranchState, ForwardCall, Generation
 from .verify import ReplayReport
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 StateT = TypeVar("StateT")
 
 
-class EngineBackend(CacheBackend, Generic[ConfigT]):
+class EngineBackend(CacheBackend[ConfigT]):
     """A cache that the engine runs."""
 
     config_class: type[ConfigT]  # type: ignore[misc]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol
 
-from ..config import Config
+from ..config import Config, ConfigT
 from ..grid import Grid
 from ..models.registry import Signal
 from ..policies.base import Policy
 from ..policies.static import AlwaysCompute
-from ..predictors.linear import Predictor
+from ..predictors import Predictor
 from .blocks import BlockPasses, BlockRunner
 from .clock import SchedulerStep
 from .output import ExtractorRunner
@@ -21,7 +21,6 @@ from .storage import ON_DEVICE, Storage
 if TYPE_CHECKING:
     from .install import CachedTransformer
 
-ConfigT = TypeVar("ConfigT", bound=Config)
 BLOCK_PASSES = BlockPasses()
 
 

@@ -12,7 +12,7 @@ import torch
 from ..grid import Grid
 from ..models.registry import BlockSignal, Signal
 from ..policies.base import NOTHING_HELD, Decision, Policy
-from ..predictors.linear import Hold, Predictor
+from ..predictors import Hold, Predictor
 from ..stats import GenerationStats
 from .branches import Branches
 from .signals import KnownChanges, SignalReading, compute_changes, read_time_signal

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import MagCacheSettings
 from ..config import setting
 from ..profiles import Profile
-from ..settings import MagCacheSettings
 
 
 @dataclass(frozen=True)

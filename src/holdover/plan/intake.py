@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..profiles import Facts
+from ..profiles import ProfileFacts
 from ..runtime.clock import Stepped
 from .kernel import Array
 
@@ -42,7 +42,7 @@ class Intake:
         return got.float().sub(stepped.sample, alpha=carry).div(scale)
 
 
-def intake_of(facts: Facts, noise: Array) -> Intake | None:
+def intake_of(facts: ProfileFacts, noise: Array) -> Intake | None:
     """The intake that was measured, on a grid of noise levels; None where the scheduler got outputs as they are."""
     measured = Intake(np.array(facts.scale), np.array(facts.carry))
     return measured.on(np.array(facts.noise), noise) if facts.scale else None

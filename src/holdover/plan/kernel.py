@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..predictors.newton import newton_weights
+from ..predictors import newton_weights
 
 Array = NDArray[np.float64]
 CAREFUL = 75.0  # percentile of the generations whose error growth is planned for

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ConfigError
-from ..profiles import Certificate, Profile, Schedule
+from ..profiles import Certificate, MeasuredPlan, Profile
 from .config import DEFAULT_BUDGET, PlanConfig
 from .intake import Intake, intake_of
 from .kernel import Array, Kernel
@@ -134,7 +134,7 @@ class PlanMaker:
             return kind.planner.judged(tried.computed, tried.origin)
         return kind.planner.frontier[max(budget, len(setting.ranges))]
 
-    def _tried(self, kind: Kind) -> list[Schedule]:
+    def _tried(self, kind: Kind) -> list[MeasuredPlan]:
         """The schedules that were tried on the model itself, on this grid, with this scheduler and these branches."""
         known = () if self._profile is None else self._profile.facts.schedules
         return [s for s in known if s.branches in ((), kind.branches) and _applies(s, kind.setting)]
@@ -181,7 +181,7 @@ def _covers(certificate: Certificate, wanted: Target) -> bool:
     return certified.metric == wanted.metric and certified.least >= wanted.least
 
 
-def _applies(tried: Schedule | Certificate, setting: Setting) -> bool:
+def _applies(tried: MeasuredPlan | Certificate, setting: Setting) -> bool:
     """Whether what was tried is what runs now: the same grid, all steps of it, the same scheduler and guidance."""
     first, last = setting.ranges[0][0], setting.last
     return (
@@ -194,7 +194,7 @@ def _applies(tried: Schedule | Certificate, setting: Setting) -> bool:
     )
 
 
-def _weights_of(tried: Schedule, ranges: Ranges) -> dict[int, Weights]:
+def _weights_of(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
     """The weights of a schedule that was tried, by held step."""
     left, found = list(tried.weights), {}
     for step, before in sorted(_anchors(tried.computed, ranges).items()):

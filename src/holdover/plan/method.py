@@ -13,8 +13,7 @@ import torch
 from ..errors import ConfigError, HoldoverWarning, ProfileError
 from ..grid import Grid
 from ..policies.static import Scheduled
-from ..predictors.linear import Predictor
-from ..predictors.newton import Newton
+from ..predictors import Newton, Predictor
 from ..profiles import Profile
 from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped

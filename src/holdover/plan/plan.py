@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..predictors.newton import Newton
+from ..predictors import Newton
 from .rollout import DEPTH, Weights
 
 

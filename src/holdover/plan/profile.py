@@ -7,7 +7,7 @@ from torch import nn
 from ..errors import ProfileError, did_you_mean
 from ..models.inputs import get_module_class
 from ..profiles import Profile, measured
-from ..profiles.measured import SUFFIX
+from ..profiles.profile import SUFFIX
 from ..runtime.identity import fingerprint
 
 

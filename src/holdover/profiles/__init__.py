@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from .measured import Certificate, Facts, ModelFacts, Profile, Schedule
 from .profile import (
+    Certificate,
     MagCacheDefaults,
     MagCacheProfile,
     MagCacheRatios,
+    MeasuredPlan,
     MethodProfile,
+    ModelIdentity,
+    Profile,
+    ProfileFacts,
     TeaCacheFit,
     TeaCacheProfile,
 )
-from .store import Method, find, load, measured, save, shipped
+from .store import MethodName, find, load, measured, save, shipped
 
 __all__ = [
     "Certificate",
-    "Facts",
     "MagCacheDefaults",
     "MagCacheProfile",
     "MagCacheRatios",
-    "Method",
+    "MeasuredPlan",
+    "MethodName",
     "MethodProfile",
-    "ModelFacts",
+    "ModelIdentity",
     "Profile",
-    "Schedule",
+    "ProfileFacts",
     "TeaCacheFit",
     "TeaCacheProfile",
     "find",

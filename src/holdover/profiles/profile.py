@@ -1,25 +1,48 @@
-"""What a profile holds. Plain values: equal, hashable, checked when made, JSON and back."""
+"""Profiles: measured constants of models. Plain values: equal, hashable, checked on construction, saved and loaded.
+
+`TeaCacheProfile` and `MagCacheProfile` are the constants of one method. `Profile` is everything that
+`holdover.calibrate` measures of a model: one safetensors file whose metadata entry `holdover` is a JSON object.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save as to_safetensors
 
 from ..errors import ProfileError
+from .files import compute_digest, decode, encode, read_safetensors, write_file
+
+if TYPE_CHECKING:
+    from pydantic_core.core_schema import CoreSchema
+
+FORMAT = "holdover-measured-profile"
+VERSION = 1
+SUFFIX = ".safetensors"
+_ENTRY = "holdover"
 
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodProfile:
-    """The constants of one model for one method, and how to know that model again.
+    """The constants of one model for one method, and what identifies that model.
 
-    - `match`: values of `transformer.config` that tell variants of one class apart (`num_layers` 30 or 40). A
-      key that begins with `pipeline.` or `scheduler.` is looked up in the config of these, `scheduler.class`
-      is the scheduler's class name, and the value `"*"` means anything but None.
-    - `pipelines`: classes of the pipelines it was measured in, where the transformer alone does not tell.
-    - `source`: where the numbers come from. `also_in`: who else publishes the very same ones.
+    - `match`: values of `transformer.config` that distinguish variants of one class (`num_layers` 30 or 40). A key that
+      starts with `pipeline.` or `scheduler.` is looked up in the config of these, `scheduler.class` is the scheduler's
+      class name, and the value `"*"` means anything but None.
+    - `pipelines`: the pipeline classes it was measured in, if the transformer alone does not identify the model.
+    - `source`: where the numbers come from. `also_in`: who else publishes the same numbers.
     """
 
     name: str
@@ -39,7 +62,7 @@ class MethodProfile:
 
 @dataclass(frozen=True)
 class TeaCacheFit:
-    """A rescaling polynomial, highest power first, with its range and the quality of the fit where known."""
+    """A rescaling polynomial, highest power first, with its range and the quality of the fit if known."""
 
     coefficients: tuple[float, ...]
     low: float | None = None
@@ -58,7 +81,7 @@ class TeaCacheFit:
 
 @dataclass(frozen=True, kw_only=True)
 class TeaCacheProfile(MethodProfile):
-    """TeaCache's polynomials for the signal of that name of the model's family; branch `""` is any branch."""
+    """TeaCache's polynomials by branch for one `signal` of the model's family; branch `""` means any branch."""
 
     signal: str
     fits: tuple[tuple[str, TeaCacheFit], ...]
@@ -73,14 +96,14 @@ class TeaCacheProfile(MethodProfile):
         _finite("thresholds", self.thresholds)
 
     def fit(self, branch: str) -> TeaCacheFit:
-        """The branch's own fit, else that of any branch, of the conditional one, or the first."""
+        """The fit of this branch, else of any branch, of the conditional branch, or the first one."""
         fits = dict(self.fits)
         return fits[_nearest_branch(branch, fits)]
 
 
 @dataclass(frozen=True)
 class MagCacheRatios:
-    """One branch's magnitude ratios, a value a step, with their spread where it was measured."""
+    """The magnitude ratios of one branch, one per step, with their spread if it was measured."""
 
     ratios: tuple[float, ...]
     stds: tuple[float, ...] = ()
@@ -91,14 +114,13 @@ class MagCacheRatios:
         for name in ("ratios", "stds", "cosine_distances"):
             values = getattr(self, name)
             _finite(name, values)
-            fitting = len(values) in (0, len(self.ratios))
-            _require(fitting, f"{len(values)} {name} for {len(self.ratios)} ratios")
-        _require(min(self.ratios) > 0, "ratios of magnitudes must be above 0")
+            _require(len(values) in (0, len(self.ratios)), f"{len(values)} {name} for {len(self.ratios)} ratios")
+        _require(min(self.ratios) > 0, "magnitude ratios must be above 0")
 
 
 @dataclass(frozen=True)
 class MagCacheDefaults:
-    """The settings the source advises, where it does."""
+    """The settings that the source recommends, if it does."""
 
     threshold: float | None = None
     max_skip_steps: int | None = None
@@ -107,10 +129,10 @@ class MagCacheDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class MagCacheProfile(MethodProfile):
-    """MagCache's ratios on the grid they were measured on; branch `""` stands for any branch.
+    """MagCache's ratios by branch, for the steps they were measured on; branch `""` means any branch.
 
-    `noise` are the noise levels of that grid, where they are known; `never_hold` are steps of it that the
-    source always computes.
+    `noise` are the noise levels of these steps, if they are known; `never_hold` are steps that the source always
+    computes.
     """
 
     num_inference_steps: int
@@ -125,27 +147,206 @@ class MagCacheProfile(MethodProfile):
         _require(len(self.branches) > 0, f"profile {self.name!r} has no branches")
         for branch, values in self.branches:
             count = len(values.ratios)
-            what = f"profile {self.name!r}, branch {branch!r}: {count} ratios for {steps} steps"
-            _require(count == steps, what)
+            _require(count == steps, f"profile {self.name!r}, branch {branch!r}: {count} ratios for {steps} steps")
         _finite("noise", self.noise)
         count = len(self.noise)
         _require(count in (0, steps), f"profile {self.name!r}: {count} noise levels for {steps} steps")
-        inside = all(0 <= step < steps for step in self.never_hold)
-        _require(inside, f"profile {self.name!r}: never_hold is outside its {steps} steps")
+        is_inside = all(0 <= step < steps for step in self.never_hold)
+        _require(is_inside, f"profile {self.name!r}: never_hold is outside its {steps} steps")
 
     def branch(self, name: str) -> MagCacheRatios:
-        """The branch's own ratios, else those of any branch, of the conditional one, or the first."""
+        """The ratios of this branch, else of any branch, of the conditional branch, or the first ones."""
         branches = dict(self.branches)
         return branches[_nearest_branch(name, branches)]
 
     def ratios(self, branch: str) -> tuple[float, ...]:
-        """The ratios alone, one a step."""
+        """The ratios of `branch(branch)`, one per step."""
         return self.branch(branch).ratios
 
 
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which transformer was measured: its class, a fingerprint of its weights, its dtype and active adapters."""
+
+    transformer_class: str
+    fingerprint: str
+    dtype: str
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan that was run on the model itself, for one scheduler and its noise levels.
+
+    `weights` are those of the held steps one after the other, each over the last computed steps (at most four), for all
+    branches together or for each of `branches`. `psnr` is its quality on prompts that the weights were not fitted to.
+    """
+
+    noise: tuple[float, ...]
+    scheduler: str
+    computed: tuple[int, ...]
+    weights: tuple[float, ...]
+    origin: str
+    psnr: float
+    branches: tuple[str, ...] = ()
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The share of images that meets a target, and with what confidence, as tested on held-back prompts."""
+
+    target: str
+    computed: tuple[int, ...]
+    noise: tuple[float, ...]
+    share: float
+    confidence: float
+    prompts: int
+    below: int
+    prompts_hash: str
+    scheduler: str
+    plan: str
+    guidance: float | None = None
+    adapters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"for prompts like these, {self.share:.0%} of images meet {self.target}, with {self.confidence:.0%} "
+            f"confidence; {self.prompts} prompts tried, {self.below} below"
+        )
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """Everything in a profile that is not an array: the model, how it was measured, and constants of the methods.
+
+    `starts` has the first step of each expert; most models have one expert. The scheduler gets `scale[i]` times the
+    output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself.
+    """
+
+    name: str
+    pipeline: str
+    scheduler: str
+    noise: tuple[float, ...]
+    models: tuple[tuple[str, ModelIdentity], ...]
+    prompts: int
+    prompts_hash: str
+    date: str
+    versions: tuple[tuple[str, str], ...]
+    guidance: float | None = None
+    branches: tuple[str, ...] = ()
+    mix: tuple[float, ...] = (1.0,)
+    scale: tuple[float, ...] = ()
+    carry: tuple[float, ...] = ()
+    call: tuple[tuple[str, Scalar], ...] = ()
+    starts: tuple[int, ...] = (0,)
+    psnr_offset: float | None = None
+    surprise: tuple[float, ...] = ()
+    tea_cache: tuple[tuple[str, TeaCacheProfile], ...] = ()
+    mag_cache: tuple[tuple[str, MagCacheProfile], ...] = ()
+    schedules: tuple[MeasuredPlan, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Measured constants of one model for every method, with their provenance.
+
+    - `grams`: (generations, B N, B N), inner products of the outputs of uncached generations: the outputs that the
+      scheduler gets (B = 1), or those of each of the B `branches`, which are combined by `mix` for the scheduler.
+    - `growth`: (generations, N + 1), how errors grow in generations with held steps.
+    - `seams`: the same inner products for the residuals of the blocks, by transformer, if they were measured.
+    """
+
+    facts: ProfileFacts
+    grams: NDArray[np.float64]
+    growth: NDArray[np.float64]
+    seams: Mapping[str, NDArray[np.float64]]
+
+    def __post_init__(self) -> None:
+        facts, steps = self.facts, len(self.facts.noise)
+        _require(steps > 0, "it has no steps")
+        is_rising = all(a < b for a, b in pairwise((-1, *facts.starts, steps)))
+        _require(is_rising and facts.starts[:1] == (0,), "its starts are not ascending steps from 0")
+        _require(len(facts.surprise) in (0, 2), "its surprise is not two numbers")
+        _require(len(facts.mix) == max(1, len(facts.branches)), "its mix does not fit its branches")
+        fits = len(facts.scale) == len(facts.carry) in (0, steps) and all(facts.scale)
+        _require(fits, "its scale and carry do not fit its steps")
+        _require(_is_square(self.grams, steps * len(facts.mix)), "its Gram matrices do not fit its steps and branches")
+        for name, seam in self.seams.items():
+            _require(_is_square(seam, steps), f"the residuals' Gram matrices of {name!r} do not fit its steps")
+        _require(self.growth.shape == (len(self.grams), steps + 1), "its error growth does not fit its Gram matrices")
+        for array in (self.grams, self.growth, *self.seams.values()):
+            _require(bool(np.isfinite(array).all()), "it has numbers that are not finite")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Profile) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        models = ", ".join(model.transformer_class for _, model in facts.models)
+        return f"<Profile {facts.name!r}: {models}, {len(self.grams)} generations of {len(facts.noise)} steps>"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        """As a setting of a config, a profile is an instance; pydantic does not look into it."""
+        from pydantic_core.core_schema import is_instance_schema
+
+        return is_instance_schema(cls)
+
+    @property
+    def name(self) -> str:
+        """The name it was saved under."""
+        return self.facts.name
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything in the profile."""
+        return compute_digest(encode(self.facts), self._arrays())
+
+    def with_facts(self, **changes: Any) -> Self:
+        """A copy with some facts changed and the same measurements."""
+        return replace(self, facts=replace(self.facts, **changes))
+
+    def _arrays(self) -> dict[str, NDArray[np.float64]]:
+        seams = {f"seam.{name}": array for name, array in self.seams.items()}
+        return {"grams": self.grams, "growth": self.growth, **seams}
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write the profile to a `.safetensors` file; an existing file is replaced completely or not at all."""
+        if Path(path).suffix != SUFFIX:
+            raise ProfileError(f"A profile is saved as a {SUFFIX} file, not as {Path(path).name!r}.")
+        head = {"format": FORMAT, "version": VERSION, "digest": self.digest, "facts": encode(self.facts)}
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        return write_file(path, to_safetensors(arrays, {_ENTRY: json.dumps(head, allow_nan=False)}))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
+        where = str(path)
+        head, arrays = read_safetensors(where, _ENTRY, FORMAT, VERSION)
+        facts = decode(ProfileFacts, head["facts"], where)
+        if head.get("digest") != compute_digest(head["facts"], arrays):
+            raise ProfileError(f"{where} is damaged: its contents do not match its digest. Calibrate again.")
+        seams = {name.removeprefix("seam."): array for name, array in arrays.items() if name.startswith("seam.")}
+        try:
+            return cls(facts, arrays["grams"], arrays["growth"], seams)
+        except KeyError as error:
+            raise ProfileError(f"{where} lacks the array {error}.") from None
+
+
 def _nearest_branch(name: str, known: Iterable[str]) -> str:
+    """The branch whose constants are used for branch `name`."""
     known = list(known)
     return next((candidate for candidate in (name, "", "cond") if candidate in known), known[0])
+
+
+def _is_square(array: NDArray[np.float64], size: int) -> bool:
+    """Whether an array is a non-empty stack of square matrices of this size."""
+    return array.ndim == 3 and array.shape[1:] == (size, size) and len(array) > 0
 
 
 def _finite(name: str, values: Iterable[float]) -> None:
@@ -154,4 +355,4 @@ def _finite(name: str, values: Iterable[float]) -> None:
 
 def _require(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise ProfileError(f"This profile cannot be right: {otherwise}.")
+        raise ProfileError(f"Invalid profile: {otherwise}.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base import TeaCacheSettings
 from ..config import setting
 from ..profiles import Profile
-from ..settings import TeaCacheSettings
 
 UNNAMED = "QwenImageTransformer2DModel"  # the documented default, which stands for the transformer's own class
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..metrics import PSNR_CAP
 from ..plan.rollout import TIE
 from ..plan.search import neighbours
-from ..profiles import Profile, Schedule
+from ..profiles import MeasuredPlan, Profile
 from .refit import Refit
 from .setting import planner_for
 from .trials import Trials
@@ -84,9 +84,9 @@ class _Search:
     refit: Refit
     judges: Trials
     bar: Any
-    tried: dict[Plan, tuple[float, Schedule]] = field(default_factory=dict)
+    tried: dict[Plan, tuple[float, MeasuredPlan]] = field(default_factory=dict)
 
-    def best(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, Schedule]:
+    def best(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, MeasuredPlan]:
         """The best plan found and its worth: where to start, how branches are tied, then moving one step at a time."""
         ties = TIES if self.profile.facts.branches else (None,)
         best = max(self._allowed((start, ties[0]) for start in starts), key=self._worth)
@@ -113,7 +113,7 @@ class _Search:
     def _worth(self, plan: Plan) -> float:
         return self._judged(plan)[0]
 
-    def _judged(self, plan: Plan) -> tuple[float, Schedule]:
+    def _judged(self, plan: Plan) -> tuple[float, MeasuredPlan]:
         if plan not in self.tried:
             made = self._plan(*plan)
             values = self.judges.values(_with(self.profile, made), "psnr", made.computed)
@@ -121,14 +121,14 @@ class _Search:
             self.bar.update()
         return self.tried[plan]
 
-    def _plan(self, computed: tuple[int, ...], tie: float | None) -> Schedule:
+    def _plan(self, computed: tuple[int, ...], tie: float | None) -> MeasuredPlan:
         facts = self.profile.facts
         branches = facts.branches if tie is not None else ()
         weights = self.refit.weights(computed, tie)
-        return Schedule(facts.noise, self.scheduler, computed, weights, "polished", 0.0, branches, facts.guidance)
+        return MeasuredPlan(facts.noise, self.scheduler, computed, weights, "polished", 0.0, branches, facts.guidance)
 
 
-def _with(profile: Profile, plan: Schedule) -> Profile:
+def _with(profile: Profile, plan: MeasuredPlan) -> Profile:
     """The profile with one more plan, in the place of an older one of the same budget."""
     known = profile.facts.schedules
     kept = [s for s in known if (len(s.computed), s.noise) != (len(plan.computed), plan.noise)]

@@ -27,7 +27,7 @@ from ..plan.intake import intake_of, output_of
 from ..plan.making import Kind, kind_of
 from ..plan.method import OutputPlan
 from ..plan.rollout import DEPTH, Weights, ridged
-from ..predictors.linear import Predictor
+from ..predictors import Predictor
 from ..profiles import Profile
 from ..runtime.backend import transformers_of
 from ..runtime.clock import Stepped

@@ -1,0 +1,161 @@
+"""Profile files: dataclasses as JSON and back, checked by the types of their fields, with digests and safe writing.
+
+Files are JSON and safetensors; nothing in them can run code. Decoding accepts exactly the declared types and says in
+plain words which value is wrong, with "Did you mean" for unknown names at every level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import typing
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from ..errors import ProfileError, did_you_mean
+
+T = TypeVar("T")
+
+_WORDS: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def encode(value: Any) -> Any:
+    """A dataclass as JSON values: tuples of (name, value) pairs become objects; default values are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: encode(v) for f in fields if (v := getattr(value, f.name)) != f.default}
+    if isinstance(value, tuple):
+        if value and all(isinstance(item, tuple) for item in value):
+            return {name: encode(item) for name, item in value}
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(cls: type[T], values: Any, where: str) -> T:
+    """An instance of a dataclass from JSON values; a wrong value is a ProfileError that names it."""
+    if not isinstance(values, dict):
+        raise _wrong_type(where, "an object", values)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in fields:
+            raise ProfileError(f"{where} has no entry {name!r}.{did_you_mean(name, fields)}")
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if missing:
+        raise ProfileError(f"{where} lacks {', '.join(missing)}.")
+    hints = typing.get_type_hints(cls)
+    decoded = {name: _decode_value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+    try:
+        return cls(**decoded)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _decode_value(hint: Any, value: Any, where: str) -> Any:
+    """A JSON value as the type of a field: a dataclass, a tuple, a scalar or a union of scalars."""
+    if dataclasses.is_dataclass(hint):
+        return decode(typing.cast("type[Any]", hint), value, where)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        item = arguments[0]
+        if typing.get_origin(item) is tuple:  # (name, value) pairs are an object
+            if not isinstance(value, dict):
+                raise _wrong_type(where, "an object", value)
+            inner = typing.get_args(item)[1]
+            return tuple((name, _decode_value(inner, v, f"{where}.{name}")) for name, v in value.items())
+        if not isinstance(value, list):
+            raise _wrong_type(where, "a list", value)
+        return tuple(_decode_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    options = arguments or (hint,)
+    if type(value) not in options and not (type(value) is int and float in options):
+        raise _wrong_type(where, " or ".join(_WORDS[option] for option in options), value)
+    if type(value) is float or (type(value) is int and int not in options):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise ProfileError(f"{where} must be a finite number, not {value}.")
+    return value
+
+
+def _wrong_type(where: str, wanted: str, value: Any) -> ProfileError:
+    return ProfileError(f"{where} must be {wanted}, not {_WORDS[type(value)]}.")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The values of a JSON text; text that is not JSON, truncated or not finite is a ProfileError."""
+
+    def refuse(word: str) -> NoReturn:
+        raise ProfileError(f"{where} holds {word}; only finite numbers are allowed.")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except ProfileError:
+        raise
+    except json.JSONDecodeError as error:
+        is_cut = text.strip()[:1] in ("", "{") and not text.rstrip().endswith("}")
+        hint = " The file ends too early: it is truncated." if is_cut else ""
+        raise ProfileError(f"{where} is not JSON: {error}.{hint}") from None
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"{where} is not JSON that can be read: {error}.") from None
+
+
+def check_version(values: Mapping[str, Any], version: int, where: str) -> None:
+    """Raise ProfileError if a file has another version than the one that this holdover reads."""
+    found = values.get("version")
+    if found != version or isinstance(found, bool):
+        raise ProfileError(f"{where} has version {found!r}; this holdover reads version {version}.")
+
+
+def read_safetensors(
+    where: str, entry: str, format: str, version: int
+) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
+    """The JSON metadata entry and the arrays of a file; arrays are read only if the metadata is that of a profile."""
+    try:
+        with safe_open(where, framework="numpy") as file:
+            text = (file.metadata() or {}).get(entry, "null")
+            head = parse_json(text, f"The metadata of {where}")
+            if not isinstance(head, dict) or head.get("format") != format or not isinstance(head.get("facts"), dict):
+                raise ProfileError(f"{where} is a safetensors file, but not a holdover profile.")
+            check_version(head, version, where)
+            return head, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise ProfileError(f"No profile could be read from {where}: {error.strerror or error}.") from None
+    except SafetensorError as error:
+        raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
+
+
+def compute_digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str:
+    """The SHA-256 of JSON values and arrays."""
+    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(arrays):
+        hashed.update(name.encode())
+        hashed.update(str(arrays[name].shape).encode())
+        hashed.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return hashed.hexdigest()
+
+
+def write_file(path: str | PathLike[str], content: bytes) -> Path:
+    """Write a file and its folder; an existing file is replaced completely or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    unfinished.write_bytes(content)
+    unfinished.replace(target)
+    return target
