@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
-    from .magcache import MagCacheBackend, MagCacheConfig
-    from .plan import PlanBackend, PlanConfig
     from .engine.parallel import Ranks
     from .engine.verify import ReplayReport
+    from .magcache import MagCacheBackend, MagCacheConfig
+    from .plan import PlanBackend, PlanConfig
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
 

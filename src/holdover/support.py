@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from .errors import HoldoverError, did_you_mean
-from .models.registry import Family, allow_hold, handle_all_steps, list_families
+from .models.registry import Family, handle_all_steps, list_families
 from .profiles import shipped
 
 
@@ -108,7 +108,7 @@ def declared(family: Family) -> str:
     """What a family declares that tracing cannot find, in words."""
     facts = {
         f"the signal is read at {family.head}": family.head is not None,
-        "passes that write the model's own cache are never held": family.must_compute is not allow_hold,
+        "passes that write the model's own cache are never held": family.must_compute is not None,
         "two experts, each with its own steps": family.range_of is not handle_all_steps,
         "the model takes 1 - t as its timestep": family.time_runs_up,
         f"branches are identified by {', '.join(family.conditioning)}": bool(family.conditioning),

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from diffusers.hooks import ModelHook
@@ -15,7 +15,7 @@ from torch import nn
 from ..base import CacheBackend, DiffusionCacheConfig
 from ..config import ConfigT
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
-from ..models.inputs import describe_arguments
+from ..models.inputs import describe_structure
 from ..policies.base import PolicyState
 from ..policies.static import AlwaysCompute
 from ..stats import Stats
@@ -33,7 +33,7 @@ StateT = TypeVar("StateT")
 class EngineBackend(CacheBackend[ConfigT]):
     """A cache that the engine runs."""
 
-    config_class: type[ConfigT]  # type: ignore[misc]
+    config_class: ClassVar[type[ConfigT]]
 
     def __init__(self, config: ConfigT | DiffusionCacheConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config if config is not None else self.config_class())
@@ -161,14 +161,12 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
             f"There already is a holdover cache on this {type(transformer).__name__}: disable() it first."
         )
     cached, method = CachedTransformer("transformer", transformer), NoneMethod()
-    reason = cached.family.must_compute(inputs)
+    reason = None if cached.family.must_compute is None else cached.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")
-    state = BranchState(AlwaysCompute(), PolicyState())
-    structure, _ = describe_arguments(inputs)
-    call = ForwardCall(
-        Generation(method), cached, "", 0, state, transformer, (), inputs, structure, None, False, BLOCK_PASSES
-    )
+    state = BranchState(AlwaysCompute(), PolicyState(), BLOCK_PASSES)
+    structure = describe_structure(inputs, [])
+    call = ForwardCall(Generation(method), cached, "", 0, state, transformer, (), inputs, structure, None, False)
     try:
         with torch.no_grad():
             method.make_runner(cached).run(call)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ class TypedBlockProxy(BlockProxy):
         self._pass.class_tested = True
         return type(self._block)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._pass.call(self._blocks, self._index, self._block, args, kwargs)
 
@@ -113,7 +113,8 @@ class TracePass(BlockPass):
         return self.trace.run_block(blocks, index, block, args, kwargs)
 
 
-class _Site(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Site:
     """One block call of the stack, prepared: which segments start and end there.
 
     A `live` call comes before everything that may be held. `edge` says that a segment starts or ends at the call, or
@@ -170,7 +171,8 @@ class StackPass(BlockPass):
     @contextmanager
     def use_once(self) -> Iterator[dict[int, torch.Tensor]]:
         """Record the streams that leave the segments of the forward inside; the pass keeps nothing afterwards."""
-        self.leaving = leaving = {}
+        leaving: dict[int, torch.Tensor] = {}
+        self.leaving = leaving
         try:
             yield leaving
         finally:
@@ -265,7 +267,7 @@ class HoldPass(StackPass):
         site = self.next_site(blocks, index)
         if site.live:
             return block(*args, **kwargs)
-        outputs = []
+        outputs: list[Any] = []
         for key in site.keys:
             outputs.append(None if key is None else args[key] if isinstance(key, int) else kwargs[key])
         if site.edge:
@@ -364,7 +366,7 @@ class BlockRunner:
         """Run one forward; where no stack can be traced, the transformer's output is held instead."""
         if self._whole is not None:
             return self._whole.run(call)
-        structure, groups = (call.structure, call.signal is not None, call.passes), self._transformer.groups
+        structure, groups = (call.structure, call.signal is not None, call.state.passes), self._transformer.groups
         path = self._transformer.paths.get(structure)
         try:
             if path is None or groups.shards is not None:
@@ -398,7 +400,7 @@ class BlockRunner:
                 pass_ = path.compute_passes.get((path.merged, unread)) or path.make_compute_pass(unread)
             else:
                 pass_ = hold = path.hold_passes.get(unread) or path.make_hold_pass(unread)
-                hold.load(call.predict())
+                hold.load(call.state.predict(call.step))
             pass_.leaving = None if path.verified or transformer.compiled else {}
             decisions.append((decision, pass_))
             return pass_
@@ -455,7 +457,7 @@ class BlockRunner:
         self._transformer.run(pass_, self._transformer.eager_call(call.plain), call.args, call.kwargs)
         stack = pass_.trace.build_stack(self._transformer.family.head)
         begin = stack.head if call.signal is not None else 0
-        path = self._transformer.paths[structure] = CallPath(stack, begin, call.passes, not pass_.class_tested)
+        path = self._transformer.paths[structure] = CallPath(stack, begin, call.state.passes, not pass_.class_tested)
         return path
 
     def _compute(self, call: ForwardCall, path: CallPath) -> Outcome:

@@ -81,13 +81,12 @@ class Branches:
         self._known.append(_Conditioning(kept, versions, host_values, label))
         return label
 
-    def enter(self, label: str, step: int) -> str:
-        """Note that a branch runs at a step; its second forward at one step is a branch of its own."""
+    def name_repetition(self, label: str, step: int) -> str:
+        """The label of a branch's second or later forward at one step: a branch of its own."""
         own, number = label, 1
         while self.last_step.get(own) == step:
             number += 1
             own = f"{label}#{number}"
-        self.last_step[own] = step
         return own
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
-from ..models.inputs import collect_host_values, describe_arguments, has_fsdp_wrappers
+from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import NOTHING_HELD, Decision
 from ..policies.static import ASKED
@@ -126,32 +126,37 @@ class Engine:
             return self._run_uncached(plain, args, kwargs)
         try:
             arguments = transformer.inputs.bind(args, kwargs) if args else kwargs
-            structure, shapes = describe_arguments(arguments)
-            step, branch = self._locate(transformer, arguments)
+            name = transformer.inputs.timestep_name
+            timestep = None if name is None else arguments.get(name)
+            tensors: list[tuple[Any, ...]] = []  # shape, dtype, device
+            signature = (describe_structure(arguments, tensors), tensors)
+            device = tensors[0][2] if tensors else None
+            step, branch = self._locate(transformer, arguments, timestep)
             generation = self._generation
             method = generation.method
-            begin = mark_time(shapes[0][2] if shapes else None)
-            reason = transformer.family.must_compute(arguments) if method.holds else ASKED.reason
+            begin = mark_time(device)
+            reason = None if method.holds else ASKED.reason
+            if method.holds and transformer.family.must_compute is not None:
+                reason = transformer.family.must_compute(arguments)
             if reason is not None:
                 output, decision = plain(*args, **kwargs), Decision(True, reason)
             else:
                 state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
                 self.branch_state = state
-                changed = state.signature is not None and state.signature != (structure, shapes)
+                changed = state.signature is not None and state.signature != signature
                 if changed:
                     state.forget()
-                state.signature = (structure, shapes)
+                state.signature = signature
                 runner = self._runners.get((transformer, type(method))) or self._add_runner(transformer, method)
                 call = ForwardCall(
-                    generation, transformer, branch, step, state, plain, args, kwargs, structure,
-                    transformer.inputs.get_timestep(arguments), changed, method.block_passes(transformer),
-                )  # fmt: skip
+                    generation, transformer, branch, step, state, plain, args, kwargs, signature[0], timestep, changed
+                )
                 if state.policy.needs_signal and (signal := method.signal(transformer)) is not None:
                     call.prepare_signal(signal)
                 outcome = runner.run(call)
                 call.record(outcome)
                 output, decision = outcome.output, outcome.decision
-            seconds = functools.partial(elapsed_seconds, begin, mark_time(shapes[0][2] if shapes else None))
+            seconds = functools.partial(elapsed_seconds, begin, mark_time(device))
             record = StepRecord(transformer.name, branch, step, decision.compute, decision.reason, seconds)
             generation.stats.visits.append(record)
             if step >= generation.grids[transformer].count - 1:
@@ -173,15 +178,15 @@ class Engine:
         self._generation.drop()
         return plain(*args, **kwargs)
 
-    def _locate(self, transformer: CachedTransformer, arguments: Mapping[str, Any]) -> tuple[int, str]:
+    def _locate(self, transformer: CachedTransformer, arguments: Mapping[str, Any], timestep: Any) -> tuple[int, str]:
         """The step and branch of a forward; starts a generation where the step shows that one has started."""
         if self.pipeline is not None:
             self._clock.watch()
-        hint, inputs = transformer.hint, transformer.inputs
-        timestep = None if inputs.timestep_name is None else arguments.get(inputs.timestep_name)
-        label, host, conditioning = hint.name, None, ()
-        if label is None:
-            conditioning, host = inputs.get_conditioning(arguments), collect_host_values(arguments)
+        hint = transformer.hint
+        conditioning: tuple[torch.Tensor, ...] = ()
+        host_values = None
+        if hint.name is None:
+            conditioning, host_values = transformer.inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
             step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
             if step < self._generation.step:
@@ -190,7 +195,7 @@ class Engine:
             step = self._timestep_clock.step(hint, timestep)
             branches = self._generation.branches.get(transformer)
             if branches is not None:
-                label = hint.name or branches.find(step, conditioning, host)
+                label = hint.name or branches.find(step, conditioning, host_values)
                 if branches.last_step.get(label) == step:  # this branch again at this step: a new generation
                     self._timestep_clock.restart()
                     step = self._timestep_clock.step(hint, timestep)
@@ -201,7 +206,11 @@ class Engine:
         branches = generation.branches.get(transformer)
         if branches is None:
             branches = generation.branches[transformer] = Branches(transformer.groups.cfg_rank)
-        return step, branches.enter(hint.name or branches.find(step, conditioning, host), step)
+        label = hint.name or branches.find(step, conditioning, host_values)
+        if branches.last_step.get(label) == step:
+            label = branches.name_repetition(label, step)
+        branches.last_step[label] = step
+        return step, label
 
     def _steps_from(self, transformer: CachedTransformer, step: int) -> Grid:
         """The steps that run, of which this is the first: the scheduler's, or as many as were declared."""

@@ -165,7 +165,7 @@ class CachedTransformer:
         always_compiled = self.compiled
         self._compiled_call = vars(module).get("_compiled_call_impl")
 
-        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
         def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
             compiler: Any = set_eval_frame(None)  # Dynamo must not trace the engine
             try:
@@ -214,26 +214,26 @@ class CachedTransformer:
         try:
             with self._splits.take_over(b for blocks in self.lists.values() for b in blocks) if split else _NO_SPLITS:
                 for name, blocks in self.lists.items():
-                    if pass_.lists is None or name in pass_.lists:
-                        modules = list(blocks._modules.values())
-                        kept = pass_.proxies.get((name, traced))
-                        proxies = kept[1] if kept and kept[0] == modules else pass_.make_proxies(name, modules, traced)
-                        if split:
-                            proxies = self._splits.wrap(proxies, modules)
-                        replaced.append((blocks, type(blocks), vars(blocks).get("_holdover_proxies")))
-                        vars(blocks)["_holdover_proxies"] = (proxies, traced)
-                        blocks.__class__ = _PROXIED.get(type(blocks)) or _proxied_class(type(blocks))
+                    if pass_.lists is not None and name not in pass_.lists:
+                        continue
+                    modules: list[Any] = list(blocks._modules.values())
+                    kept = pass_.proxies.get((name, traced))
+                    proxies = kept[1] if kept and kept[0] == modules else pass_.make_proxies(name, modules, traced)
+                    items = self._splits.wrap(proxies, modules) if split else proxies
+                    replaced.append((blocks, type(blocks), vars(blocks).get("_holdover_proxies")))
+                    vars(blocks)["_holdover_proxies"] = (items, traced)
+                    blocks.__class__ = _PROXIED.get(type(blocks)) or _proxied_class(type(blocks))
                 output = plain(*args, **kwargs)
             if traced:
                 pass_.clone_stored()
             return output
         finally:
             self.running = outer
-            for blocks, plain_class, proxies in replaced:
+            for blocks, plain_class, previous in replaced:
                 blocks.__class__ = plain_class
-                vars(blocks)["_holdover_proxies"] = proxies
-                if proxies is None:
-                    del vars(blocks)["_holdover_proxies"]
+                del vars(blocks)["_holdover_proxies"]
+                if previous is not None:
+                    vars(blocks)["_holdover_proxies"] = previous
 
 
 def _call_traced(plain: Any, compiler: Any) -> Callable[..., Any]:
@@ -250,10 +250,10 @@ def _call_traced(plain: Any, compiler: Any) -> Callable[..., Any]:
     return call
 
 
-_PROXIED: dict[type, type] = {}  # ModuleList class -> the class its instances have during a forward
+_PROXIED: dict[type, Any] = {}  # ModuleList class -> the class its instances have during a forward
 
 
-def _proxied_class(base: type) -> type:
+def _proxied_class(base: Any) -> Any:
     """A subclass whose instances are iterated as the proxies of their blocks; `base` itself where it is one."""
     if base in _PROXIED.values():
         return base
@@ -263,13 +263,13 @@ def _proxied_class(base: type) -> type:
         return iter(proxies) if traced or not torch.compiler.is_compiling() else _iterate_untraced(proxies)
 
     def get_item(self: Any, index: Any) -> Any:
-        return list(iterate(self))[index] if isinstance(index, slice) else base.__getitem__(self, index)  # type: ignore[attr-defined]
+        return list(iterate(self))[index] if isinstance(index, slice) else base.__getitem__(self, index)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made = _PROXIED[base] = type(base.__name__, (base,), {**names, "__iter__": iterate, "__getitem__": get_item})
     return made
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _iterate_untraced(proxies: Sequence[Any]) -> Iterator[Any]:
     return iter(proxies)

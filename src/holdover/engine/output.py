@@ -33,7 +33,7 @@ class OutputRunner:
         """Run the transformer, or return the output that is predicted."""
         decision = call.decide(self._read_signal(call))
         if not decision.compute:
-            predicted = call.predict()
+            predicted = call.state.predict(call.step)
             assert isinstance(predicted, HeldOutput)
             return Outcome(predicted.build_output(), decision, None)
         output = call.plain(*call.args, **call.kwargs)
@@ -83,7 +83,7 @@ class ExtractorRunner:
         context = self._build_context(call)
         decision = call.decide(context.modulated_input)
         if not decision.compute:
-            predicted = call.predict()
+            predicted = call.state.predict(call.step)
             assert isinstance(predicted, HeldTuple)
             return Outcome(_hold(context, predicted), decision, None)
         hidden = self._run_blocks(context)

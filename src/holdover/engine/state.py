@@ -42,6 +42,7 @@ class BranchState:
 
     policy: Policy
     policy_state: Any
+    passes: BlockPasses  # how the blocks are run and held
     predictor: Predictor = HOLD
     storage: Storage = ON_DEVICE
     signature: Any = None  # structure, shapes, dtypes and devices of the inputs
@@ -107,7 +108,8 @@ class Generation:
         """The state of a branch that runs for the first time."""
         grid, method = self.grids[transformer], self.method
         policy = method.policy(transformer, branch, grid)
-        state = BranchState(policy, policy.start(), method.predictor(transformer, branch, grid), method.storage)
+        passes, predictor = method.block_passes(transformer), method.predictor(transformer, branch, grid)
+        state = BranchState(policy, policy.start(), passes, predictor, method.storage)
         self.states[transformer, branch] = state
         return state
 
@@ -141,7 +143,6 @@ class ForwardCall:
     structure: Any
     timestep: Any
     inputs_changed: bool
-    passes: BlockPasses
     signal: BlockSignal | None = None
     reads_late: bool = False  # decide before the signal of this step is read
     change: float | None = None
@@ -189,10 +190,6 @@ class ForwardCall:
     def observe_signal(self, signal: torch.Tensor) -> None:
         """Keep the signal of this step and start to read its change."""
         self.state.signal = SignalReading(signal, self.state.signal, self.transformer.groups)
-
-    def predict(self) -> HeldTensors:
-        """What a held step adds, or returns."""
-        return self.state.predict(self.step)
 
     def record(self, outcome: Outcome) -> None:
         """Store what was computed, and release what no later step needs."""

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -65,14 +66,12 @@ class ForwardSignature:
         """Return the arguments of one call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
-    def get_timestep(self, arguments: Mapping[str, Any]) -> Any:
-        """Return the timestep argument, or None if the forward has none."""
-        return None if self.timestep_name is None else arguments.get(self.timestep_name)
-
     def get_conditioning(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the conditioning tensors, which distinguish one branch from another."""
-        values = [arguments.get(name) for name in self._conditioning]
-        return tuple(t for value in values for t in iter_tensors(value))
+        found: list[torch.Tensor] = []
+        for name in self._conditioning:
+            found.extend(iter_tensors(arguments.get(name)))
+        return tuple(found)
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -87,37 +86,34 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from iter_tensors(item)
 
 
-def describe_arguments(arguments: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return the structure of a call's arguments, and shape, dtype and device of every tensor in them.
+def describe_structure(value: Any, tensors: list[tuple[Any, ...]]) -> Any:
+    """Return a hashable description of what decides which code path a forward takes.
 
-    The structure decides which code path a forward takes: host values (flags, layer lists, names) count by value,
-    tensors by their presence, floats and other objects by type. Held results are valid only while both are equal.
+    Host values (flags, layer lists, names) count by value, tensors by their presence, floats and other objects by type.
+    Shape, dtype and device of every tensor are added to `tensors`: held results are valid only while these are equal.
     """
-    tensors: list[tuple[Any, ...]] = []
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append((value.shape, value.dtype, value.device))
-            return "tensor"
-        if value is None or isinstance(value, (bool, int, str)):
-            return value
-        if isinstance(value, (list, tuple)):
-            return tuple(map(describe, value))
-        if isinstance(value, dict):
-            return tuple(zip(value, map(describe, value.values()), strict=True))
-        return type(value).__name__
-
-    return describe(arguments), tensors
+    if isinstance(value, torch.Tensor):
+        tensors.append((value.shape, value.dtype, value.device))
+        return "tensor"
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(describe_structure, value, repeat(tensors)))
+    if isinstance(value, dict):
+        return tuple(zip(value, map(describe_structure, value.values(), repeat(tensors)), strict=True))
+    return type(value).__name__
 
 
 def collect_host_values(value: Any) -> Any:
     """Return the flags, integers and strings in a value, which may distinguish branches; None if there are none."""
-    if isinstance(value, (list, tuple)):
-        return tuple([kept for item in value if (kept := collect_host_values(item)) is not None]) or None
-    if isinstance(value, dict):
-        kept_items = [(key, kept) for key, item in value.items() if (kept := collect_host_values(item)) is not None]
-        return tuple(kept_items) or None
-    return value if isinstance(value, (bool, int, str)) else None
+    if not isinstance(value, (list, tuple, dict)):
+        return value if isinstance(value, (bool, int, str)) else None
+    found: list[Any] = []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        kept = collect_host_values(item)
+        if kept is not None:
+            found.append((key, kept) if isinstance(value, dict) else kept)
+    return tuple(found) or None
 
 
 def unwrap_module(module: Any) -> Any:

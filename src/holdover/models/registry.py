@@ -42,11 +42,6 @@ class Signal:
             raise ValueError(f"Signal {self.name!r} needs exactly one of of_block and of_time.")
 
 
-def allow_hold(arguments: Arguments) -> str | None:
-    """Default of `Family.must_compute`: no pass has side effects, so every pass may be held."""
-    return None
-
-
 def handle_all_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
     """Default of `Family.range_of`: the transformer handles every step."""
     return grid
@@ -70,7 +65,7 @@ class Family:
     signals: tuple[Signal, ...] = ()
     head: str | None = None
     conditioning: tuple[str, ...] = ()
-    must_compute: Callable[[Arguments], str | None] = allow_hold
+    must_compute: Callable[[Arguments], str | None] | None = None
     range_of: Callable[[Any, nn.Module, Grid], Grid] = handle_all_steps
     time_runs_up: bool = False
     notes: str = field(default="", compare=False)
