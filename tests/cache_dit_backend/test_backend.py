@@ -1,4 +1,4 @@
-"""The cache-dit backend: its schedule for any number of steps, its branches, its limits, its coming and going."""
+"""The cache-dit backend: schedules for any number of steps, branches, limits, enabling and disabling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cache_dit.caching import BlockAdapterRegister
 import holdover
 from holdover.base import DiffusionCacheConfig
 from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
-from holdover.cache_dit_backend.contexts import Restart
-from holdover.cache_dit_backend.library import quiet, steps_mask
+from holdover.cache_dit_backend.config import quiet_library, steps_mask
+from holdover.cache_dit_backend.contexts import StepContextManager, last_refresh
 from holdover.models.arguments import tensors_in
 from holdover.stats import Stats
 from snapshots import denoiser, differences, snapshot
@@ -95,7 +95,7 @@ def test_refresh_tells_a_bare_transformer_the_number_of_steps() -> None:
 def test_a_mask_needs_a_number_of_steps() -> None:
     model = MODELS[FLUX].build()
     with holdover.enable(model, "cache_dit", **STATIC):
-        with pytest.raises(holdover.ConfigError, match="nobody has said it"):
+        with pytest.raises(holdover.ConfigError, match="needs the number of steps"):
             loop(model)
     with holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=8) as cache:
         loop(model)
@@ -109,7 +109,7 @@ def test_step_counts_without_a_mask_are_refused_before_anything_is_done() -> Non
         holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=7)
     assert differences(before, snapshot(model)) == []
     with holdover.enable(model, "cache_dit", **STATIC) as cache:
-        with pytest.raises(holdover.ConfigError, match="4, 6 and from 8 on"):
+        with pytest.raises(holdover.ConfigError, match="4, 6, and 8 or more steps"):
             cache.refresh(model, 5)
     pipe = PIPELINES["FluxPipeline"].build()
     with holdover.enable(pipe, "cache_dit", **STATIC):
@@ -135,7 +135,7 @@ def test_fewer_blocks_than_are_always_run() -> None:
         plain = loop(MODELS[FLUX].build())
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(loop(model), plain, strict=True))
         assert cache.stats().held == 5
-        with pytest.raises(holdover.ConfigError, match="at most that"), cache.using(Fn_compute_blocks=7):
+        with pytest.raises(holdover.ConfigError, match="at most 6, not 7"), cache.using(Fn_compute_blocks=7):
             pass
 
 
@@ -163,10 +163,10 @@ def test_every_setting_reaches_the_schedule(settings: dict, trace: str) -> None:
         assert cache.stats().last.trace("1") == trace
 
 
-def test_where_everything_begins_anew() -> None:
-    assert [Restart(None, False).origin(step) for step in range(5)] == [0] * 5
-    assert [Restart(2, False).origin(step) for step in range(5)] == [0, 0, 2, 2, 2]
-    assert [Restart(2, True).origin(step) for step in range(5)] == [0, 0, 2, 2, 4]
+def test_at_which_step_the_contexts_last_started_over() -> None:
+    assert [last_refresh(step, None, False) for step in range(5)] == [0] * 5
+    assert [last_refresh(step, 2, False) for step in range(5)] == [0, 0, 2, 2, 2]
+    assert [last_refresh(step, 2, True) for step in range(5)] == [0, 0, 2, 2, 4]
 
 
 def test_taylorseer_extrapolates_over_steps_a_branch_was_not_run_at() -> None:
@@ -261,21 +261,28 @@ def test_another_batch_during_a_run_is_computed_not_broadcast(settings: dict) ->
             assert cache.stats().last.visits[3].reason == "the inputs have another shape, dtype or device"
 
 
-def test_lists_that_disagree_are_named() -> None:
+def test_lists_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUX.2 has two lists, each with its own decision; a step is held where any of them is."""
     tiny = MODELS["Flux2Transformer2DModel"]
     model, inputs = tiny.build(), tiny.inputs()
+    differences_seen: list[float] = []
+    add = StepContextManager.add_residual_diff
 
-    def two_steps(cache: CacheDiTBackend) -> list[float]:
+    def add_residual_diff(manager, difference) -> None:
+        differences_seen.append(float(difference))
+        add(manager, difference)
+
+    def two_steps() -> None:
         for step in range(2):
             with model.cache_context("cond", step_index=step):
                 model(**with_timestep(tiny, inputs, 1 - step / 100))
-        return [context.residual_diffs["1"] for context in cache.engine.branch_state._manager.contexts]
 
+    monkeypatch.setattr(StepContextManager, "add_residual_diff", add_residual_diff)
     with torch.no_grad(), holdover.enable(model, "cache_dit", max_warmup_steps=1) as cache:
-        between = sum(two_steps(cache)) / 2
-        with cache.using(residual_diff_threshold=between):
-            two_steps(cache)
+        two_steps()
+        assert len(differences_seen) == 2
+        with cache.using(residual_diff_threshold=sum(differences_seen) / 2):
+            two_steps()
             visit = cache.stats().last.visits[1]
     assert not visit.computed
     assert visit.reason.startswith("the first blocks changed little, in ")
@@ -340,7 +347,7 @@ def test_patched_models_run_beneath_accelerates_hooks() -> None:
 def test_a_patched_model_with_another_hook_on_its_forward_is_refused() -> None:
     model = MODELS["ChromaTransformer2DModel"].build()
     model.forward = model.forward
-    with pytest.raises(holdover.UnsupportedModelError, match="take the hook off"):
+    with pytest.raises(holdover.UnsupportedModelError, match="remove the hook"):
         holdover.enable(model, "cache_dit")
 
 
@@ -477,11 +484,11 @@ def test_the_library_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_librarys_log_levels_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("cache_dit.caching.cache_interface")
     level = logger.level
-    with quiet():
+    with quiet_library():
         assert logger.level == logging.ERROR
     assert logger.level == level
     monkeypatch.setenv("CACHE_DIT_LOG_LEVEL", "info")
-    with quiet():
+    with quiet_library():
         assert logger.level == level
 
 

@@ -28,7 +28,7 @@ from holdover.cache_dit_backend import (
     enable_cache_for_wan22_s2v,
     may_enable_cache_dit,
 )
-from holdover.cache_dit_backend.library import quiet
+from holdover.cache_dit_backend.config import quiet_library
 from holdover.runtime.backend import cache_of
 from snapshots import differences, snapshot
 from tiny.models import MODELS
@@ -49,7 +49,7 @@ def _enablers() -> Iterator[None]:
 def flux_lists(pipe, **given) -> BlockAdapter:
     """FLUX with a context for each of its two lists, where the library's own adapter makes one of both."""
     transformer = pipe.transformer
-    with quiet():
+    with quiet_library():
         return BlockAdapter(
             pipe=pipe,
             transformer=transformer,
@@ -210,7 +210,7 @@ def test_bagels_parts_by_themselves() -> None:
     assert torch.equal(hidden, torch.full((2,), 2.0))
     pipe = pipeline_of(BagelTransformer())
     with holdover.enable(pipe, "cache_dit") as cache:
-        block = cache._fitter.fit(cache.engine.units[0], None).lists[0].block
+        block = cache._adapter.adapt(pipe.transformer).lists[0].block
         assert isinstance(block, BagelCachedBlocks)
         layer = pipe.transformer.layers[0]
         kwargs = {"update_past_key_values": False, "mode": "gen"}

@@ -35,10 +35,9 @@ MUCH = {"residual_diff_threshold": 1.0, "max_warmup_steps": 1, "max_continuous_c
 STEPS = 9
 
 
-def unified(cache: CacheDiTBackend) -> type:
-    """The class of the block that stands for the first list."""
-    unit = cache.engine.units[0]
-    return type(cache._fitter.fit(unit, None).lists[0].block)
+def unified_block(cache: CacheDiTBackend, pipe) -> torch.nn.Module:
+    """The block that cache-dit makes of the transformer's first list."""
+    return cache._adapter.adapt(pipe.transformer).lists[0].block
 
 
 def bagel(pipe, told: bool = True) -> Iterator[torch.Tensor]:
@@ -69,7 +68,7 @@ def test_bagel_with_nothing_held_is_the_plain_model() -> None:
     pipe = pipeline_of(BagelTransformer())
     plain = list(bagel(pipe, told=False))
     with holdover.enable(pipe, "cache_dit", **NOTHING) as cache:
-        assert unified(cache) is BagelCachedBlocks
+        assert type(unified_block(cache, pipe)) is BagelCachedBlocks
         outputs = list(bagel(pipe))
     assert all(torch.equal(a, b) for a, b in zip(outputs, plain, strict=True))
 
@@ -81,7 +80,7 @@ def test_bagel_holds_denoising_and_never_what_writes_keys() -> None:
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = list(bagel(pipe))
         visits = [visit for generation in cache.stats().generations for visit in generation.visits]
-        assert cache.engine.units[0].report.max_error < 1e-5
+        assert cache.reports()["transformer"].max_error < 1e-5
     held = [visit for visit in visits if not visit.computed]
     assert {visit.branch for visit in held} == {"cond", "uncond"}
     assert len(held) == 2 * 6
@@ -114,7 +113,7 @@ def test_sensenova_holds_image_tokens_of_denoising_passes_only() -> None:
     pipe = pipeline_of(SensenovaTransformer())
     plain = sensenova(pipe)
     with holdover.enable(pipe, "cache_dit", **NOTHING) as cache:
-        assert unified(cache) is SensenovaCachedBlocks
+        assert type(unified_block(cache, pipe)) is SensenovaCachedBlocks
         assert all(torch.equal(a, b) for a, b in zip(sensenova(pipe), plain, strict=True))
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = sensenova(pipe)
@@ -134,7 +133,7 @@ def test_sensenova_runs_as_it_is_where_it_is_told_to_skip() -> None:
         for step in range(4):
             pipe.transformer(tokens, timestep=torch.full((5,), 1 - step / 4), **image)
         assert cache.stats().held == 2
-        block = cache._fitter.fit(cache.engine.units[0], None).lists[0].block
+        block = unified_block(cache, pipe)
         expected = tokens
         for layer in pipe.transformer.layers:
             expected = layer(expected, **image)
@@ -148,7 +147,7 @@ def test_s2v_injects_audio_once_after_each_of_its_layers_and_as_before_after_dis
     each = [0, 2] * 24
     refresh = enable_cache_for_wan22_s2v(pipe, NOTHING)
     cache = cache_of(pipe)
-    assert unified(cache) is Wan22S2VCachedBlocks
+    assert type(unified_block(cache, pipe)) is Wan22S2VCachedBlocks
     pipe.transformer.injected.clear()
     assert torch.equal(pipe(), plain)
     checks = 2 * (len(each) // 24)  # the first forward of its kind is run plain, and held, once more
@@ -166,11 +165,11 @@ def test_s2v_holds_the_audio_with_the_blocks(last: int) -> None:
     pipe = Wan22S2VPipeline()
     plain = pipe()
     with holdover.enable(pipe, "cache_dit", **MUCH, Bn_compute_blocks=last) as cache:
-        assert unified(cache) is Wan22S2VCachedBlocks  # by the pipeline's name
+        assert type(unified_block(cache, pipe)) is Wan22S2VCachedBlocks  # by the pipeline's name
         pipe.transformer.injected.clear()
         output = pipe()
         generation = cache.stats().last
-        assert cache.engine.units[0].report.max_error < 1e-5
+        assert cache.reports()["transformer"].max_error < 1e-5
     assert [generation.trace(branch) for branch in generation.branches] == ["ChhChhChhChh"] * 2
     assert pipe.transformer.injected.count(0) > pipe.transformer.injected.count(2)
     assert 0 < (output - plain).abs().max() < 0.2 * plain.abs().max()
