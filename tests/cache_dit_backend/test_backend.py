@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 
 import cache_dit
 import pytest
@@ -16,7 +18,7 @@ import holdover
 from holdover.base import DiffusionCacheConfig
 from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
 from holdover.cache_dit_backend.config import quiet_library, steps_mask
-from holdover.cache_dit_backend.contexts import StepContextManager, last_refresh
+from holdover.cache_dit_backend.contexts import BranchContexts, StepContextManager, last_refresh
 from holdover.models.arguments import tensors_in
 from holdover.stats import Stats
 from snapshots import denoiser, differences, snapshot
@@ -411,14 +413,25 @@ def test_an_aborted_request_leaves_nothing_for_the_next() -> None:
         assert cache.stats().last.trace("cond") == "ChhChh"
 
 
-def test_nothing_is_kept_after_a_generation() -> None:
+def test_nothing_is_kept_after_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the engine nor by the blocks that ran with the contexts."""
+    managers: list[weakref.ref[StepContextManager]] = []
+    at = BranchContexts.at
+
+    def record(contexts, step) -> StepContextManager:
+        manager = at(contexts, step)
+        managers.append(weakref.ref(manager))
+        return manager
+
+    monkeypatch.setattr(BranchContexts, "at", record)
     tiny = PIPELINES["FluxPipeline"]
     pipe = tiny.build()
     with holdover.enable(pipe, "cache_dit", **MUCH, enable_taylorseer=True) as cache:
         run(pipe, **tiny.call(steps=6))
         assert cache.stats().peak_bytes > 0
-        assert cache.engine.branch_state is None
-        assert cache.engine._generation.nbytes == 0
+        assert len(managers) == 6
+        gc.collect()
+        assert [manager for manager in managers if manager() is not None] == []
 
 
 def test_taylorseer_keeps_more_than_the_last_step() -> None:

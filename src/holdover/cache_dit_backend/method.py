@@ -120,8 +120,12 @@ class CacheDiTRunner:
 
     def _forward(self, call: Call, manager: StepContextManager) -> Any:
         run = UnifiedPass(self._adapted, manager)
-        with self._adapted.patches.apply():
-            output = self._unit.run(run, call.plain, call.args, call.kwargs)
+        try:
+            with self._adapted.patches.apply():
+                output = self._unit.run(run, call.plain, call.args, call.kwargs)
+        finally:
+            for unified in self._adapted.lists:
+                unified.block.context_manager = None  # it must not outlive the generation
         missed = [unified.name for unified in self._adapted.lists if unified.name not in run.seen]
         if missed:
             raise UnsupportedModelError(
