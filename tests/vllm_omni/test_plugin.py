@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import holdover
-from holdover.vllm_omni import METHODS, register, unregister
+from holdover.vllm_omni import method_names, register, unregister
 from holdover.vllm_omni.plugin import Selector
 
 GROUP = "vllm_omni.general_plugins"
@@ -77,7 +77,7 @@ def test_its_own_backends_and_its_own_errors_are_untouched(omni):
         get("deep_cache", {})
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS.items())
+@pytest.mark.parametrize(("name", "method"), method_names().items())
 def test_every_method_is_selectable_under_its_name(omni, name, method):
     register()
     backend = omni.runner_module.get_cache_backend(name, {})

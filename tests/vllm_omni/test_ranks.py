@@ -19,7 +19,8 @@ METHODS = ["holdover_mag_cache", "holdover_tea_cache", "holdover_plan"]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two drew and decided; a rank that waits for ever is an error."""
     folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join(map(str, (HERE / "standin", HERE, HERE.parent)))
+    paths = (HERE / "standin", HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(map(str, paths))
     environment = os.environ | {"PYTHONPATH": path}
     words = [sys.executable, str(HERE / "ranks_script.py"), str(folder)]
     running = [

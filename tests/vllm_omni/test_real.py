@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdover.selector import config_class
-from holdover.vllm_omni import METHODS
+from holdover.vllm_omni import method_names
 
 
 def installed() -> bool:
@@ -46,12 +46,12 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", method_names())
 def test_with_nothing_held_its_own_flux_draws_the_same_bits(drawn, name):
     assert drawn["same"][name]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", method_names())
 def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(drawn, name):
     refreshed, not_refreshed = drawn["held"][name]
     assert len(refreshed) == 8
@@ -66,7 +66,7 @@ def test_its_own_backends_its_errors_and_its_functions_are_untouched(drawn):
     assert drawn["restored"]
 
 
-@pytest.mark.parametrize("method", METHODS.values())
+@pytest.mark.parametrize("method", method_names().values())
 def test_its_defaults_and_ours_agree_where_both_have_a_setting(method):
     from vllm_omni.diffusion.data import DiffusionCacheConfig
 
