@@ -40,7 +40,7 @@ def unified_block(cache: CacheDiTBackend, pipe) -> torch.nn.Module:
     return cache._adapter.adapt(pipe.transformer).lists[0].block
 
 
-def bagel(pipe, told: bool = True) -> Iterator[torch.Tensor]:
+def bagel(pipe, named: bool = True) -> Iterator[torch.Tensor]:
     """Prefill, eight words, denoising with two branches, eight words more."""
     generator = torch.Generator().manual_seed(3)
     caches = [NaiveCache(), NaiveCache()]
@@ -52,7 +52,7 @@ def bagel(pipe, told: bool = True) -> Iterator[torch.Tensor]:
         for step in range(STEPS):
             time = torch.full((5,), 1 - step / STEPS)
             for name, cache in zip(("cond", "uncond"), caches, strict=True):
-                with pipe.transformer.cache_context(name, step_index=step) if told else torch.no_grad():
+                with pipe.transformer.cache_context(name, step_index=step) if named else torch.no_grad():
                     output = pipe.transformer(latent, cache, update_past_key_values=False, mode="gen", timestep=time)
                 yield output
                 latent = latent - 0.02 * output
@@ -66,7 +66,7 @@ def words(pipe, cache: NaiveCache, generator: torch.Generator) -> Iterator[torch
 
 def test_bagel_with_nothing_held_is_the_plain_model() -> None:
     pipe = pipeline_of(BagelTransformer())
-    plain = list(bagel(pipe, told=False))
+    plain = list(bagel(pipe, named=False))
     with holdover.enable(pipe, "cache_dit", **NOTHING) as cache:
         assert type(unified_block(cache, pipe)) is BagelCachedBlocks
         outputs = list(bagel(pipe))
@@ -75,7 +75,7 @@ def test_bagel_with_nothing_held_is_the_plain_model() -> None:
 
 def test_bagel_holds_denoising_and_never_what_writes_keys() -> None:
     pipe = pipeline_of(BagelTransformer())
-    plain = list(bagel(pipe, told=False))
+    plain = list(bagel(pipe, named=False))
     before = snapshot(pipe.transformer)
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = list(bagel(pipe))
@@ -125,7 +125,7 @@ def test_sensenova_holds_image_tokens_of_denoising_passes_only() -> None:
     assert not torch.equal(outputs[2], plain[2])
 
 
-def test_sensenova_runs_as_it_is_where_it_is_told_to_skip() -> None:
+def test_sensenova_computes_a_pass_with_cache_dit_skip() -> None:
     pipe = pipeline_of(SensenovaTransformer())
     image = {"cache": [], "update_cache": False, "exist_gen": True, "exist_und": False}
     tokens = torch.randn(5, WIDTH)

@@ -32,7 +32,7 @@ def test_both_names_of_the_selector_are_replaced_whichever_is_imported_first(omn
 
 
 @pytest.mark.parametrize("first", ["plugin", "runner"])
-def test_unregister_restores_the_very_same_functions(omni, first):
+def test_unregister_restores_the_same_functions(omni, first):
     selector = omni.selector
     plain = selector.get_cache_backend
     if first == "runner":

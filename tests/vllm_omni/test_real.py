@@ -31,8 +31,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script, target = Path(__file__).with_name("real_script.py"), tmp_path_factory.mktemp("real") / "drawn.json"
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script, target = Path(__file__).with_name("real_script.py"), tmp_path_factory.mktemp("real") / "results.json"
     done = subprocess.run(
         [sys.executable, str(script), str(target)],
         capture_output=True,
@@ -47,23 +47,23 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_with_nothing_held_its_own_flux_draws_the_same_bits(drawn, name):
-    assert drawn["same"][name]
+def test_with_nothing_held_its_own_flux_generates_the_same_bits(results, name):
+    assert results["same"][name]
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(drawn, name):
-    refreshed, not_refreshed = drawn["held"][name]
+def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(results, name):
+    refreshed, not_refreshed = results["held"][name]
     assert len(refreshed) == 8
     assert refreshed.startswith("C")
     assert "h" in refreshed
     assert not_refreshed == refreshed
 
 
-def test_its_own_backends_its_errors_and_its_functions_are_untouched(drawn):
-    assert drawn["own"].startswith("vllm_omni.")
-    assert "Did you mean 'budget'" in drawn["unknown"]
-    assert drawn["restored"]
+def test_its_own_backends_its_errors_and_its_functions_are_untouched(results):
+    assert results["own"].startswith("vllm_omni.")
+    assert "Did you mean 'budget'" in results["unknown"]
+    assert results["restored"]
 
 
 @pytest.mark.parametrize("method", method_names().values())
