@@ -199,13 +199,13 @@ def cache_summary(pipeline: Any, details: bool = True) -> None:
     stats = _cache_on(pipeline).stats()
     columns = ("branch", "computed", "held", *(("steps", "why") if details else ()))
     table = Table(*columns, title=f"{stats.method}: {stats.computed} computed, {stats.held} held", title_justify="left")
-    last = stats.last
-    for branch in () if last is None else last.branches:
-        row = [branch, str(last.computed[branch]), str(last.held[branch])]
-        if details:
-            reasons = Counter(visit.reason for visit in last.of_branch(branch))
-            row += [last.trace(branch), "; ".join(f"{count} x {reason}" for reason, count in reasons.items())]
-        table.add_row(*row)
+    if (last := stats.last) is not None:
+        for branch in last.branches:
+            row = [branch, str(last.computed[branch]), str(last.held[branch])]
+            if details:
+                reasons = Counter(visit.reason for visit in last.of_branch(branch))
+                row += [last.trace(branch), "; ".join(f"{count} x {reason}" for reason, count in reasons.items())]
+            table.add_row(*row)
     console = Console()
     console.print(table)
     for note in stats.notes if details else ():
