@@ -291,7 +291,7 @@ def test_lists_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visit.reason.endswith("_blocks only")
 
 
-# Coming and going
+# Enabling and disabling
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline[2.2]", "ChromaPipeline"])
@@ -382,6 +382,21 @@ def test_enabling_again_with_other_settings_takes_effect_and_changes_no_config()
     assert traces == ["ChChCh", "ChhhCh"]
 
 
+def test_enabling_the_same_backend_again_sees_replaced_blocks() -> None:
+    model = MODELS[FLUX].build()
+    backend = CacheDiTBackend(CacheDiTConfig(**MUCH))
+    backend.enable(model)
+    loop(model)
+    assert "transformer_blocks (6 blocks" in backend.stats().notes[0]
+    backend.disable()
+    model.transformer_blocks = torch.nn.ModuleList(list(model.transformer_blocks)[:1])
+    plain = loop(model)[0]
+    backend.enable(model)
+    assert torch.equal(loop(model)[0], plain)
+    assert "transformer_blocks (4 blocks" in backend.stats().notes[0]
+    backend.disable()
+
+
 def test_settings_and_off_for_a_while() -> None:
     tiny = PIPELINES["FluxPipeline"]
     pipe = tiny.build()
@@ -444,7 +459,7 @@ def test_taylorseer_keeps_more_than_the_last_step() -> None:
     assert kept() < kept(enable_taylorseer=True) < kept(enable_taylorseer=True, taylorseer_order=2)
 
 
-# What is said
+# Statistics and logs
 
 
 def test_stats_have_the_shape_of_the_other_methods() -> None:

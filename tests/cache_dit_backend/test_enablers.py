@@ -1,4 +1,4 @@
-"""The documented functions and classes, over the one mechanism."""
+"""The documented functions and classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _enablers() -> Iterator[None]:
 
 
 def flux_lists(pipe, **given) -> BlockAdapter:
-    """FLUX with a context for each of its two lists, where the library's own adapter makes one of both."""
+    """FLUX with a context for each of its two lists; the library's own adapter has one for both."""
     transformer = pipe.transformer
     with quiet_library():
         return BlockAdapter(

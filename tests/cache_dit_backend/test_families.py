@@ -41,7 +41,7 @@ def unified_block(cache: CacheDiTBackend, pipe) -> torch.nn.Module:
 
 
 def bagel(pipe, named: bool = True) -> Iterator[torch.Tensor]:
-    """Prefill, eight words, denoising with two branches, eight words more."""
+    """Prefill, eight text tokens, denoising with two branches, eight more text tokens."""
     generator = torch.Generator().manual_seed(3)
     caches = [NaiveCache(), NaiveCache()]
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_wan22_masks_are_made_for_the_steps_of_each_expert() -> None:
 
 
 def test_cosmos3_decides_by_the_tokens_that_are_generated() -> None:
-    """diffusers hands its blocks the words first; judged by those, which never change, every step would be held."""
+    """diffusers passes the text tokens first; they never change, so by them every step would be held."""
     tiny = MODELS["Cosmos3OmniTransformer"]
     model = tiny.build()
     pipe = pipeline_of(model)

@@ -119,6 +119,18 @@ except ImportError as error:
 """
 
 
+def test_importing_the_plugin_does_not_import_torch():
+    code = "import sys, holdover.vllm_omni; print({'torch', 'diffusers', 'cache_dit'} & set(sys.modules) or 'none')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "none", done.stderr
+
+
+def test_the_names_come_from_the_methods():
+    assert method_names() == {
+        f"holdover_{method}": method for method in ("tea_cache", "mag_cache", "cache_dit", "plan")
+    }
+
+
 def test_nothing_in_holdover_needs_vllm_before_it_is_registered(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False

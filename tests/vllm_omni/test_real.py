@@ -18,7 +18,7 @@ from holdover.vllm_omni import method_names
 
 
 def installed() -> bool:
-    """The folder of these tests is itself a package called vllm_omni to Python, so a module inside is looked for."""
+    """This test folder is itself importable as vllm_omni, so look for a module inside the real package."""
     return all(importlib.util.find_spec(name) is not None for name in ("vllm", "vllm_omni")) and (
         importlib.util.find_spec("vllm_omni.plugins") is not None
     )

@@ -87,7 +87,7 @@ def test_a_step_count_announced_for_one_request_does_not_outlive_it(omni):
 
 
 def test_requests_of_a_loop_without_a_scheduler_do_not_run_into_each_other(omni):
-    """Two requests whose timesteps would pass for one falling loop."""
+    """The timesteps of the two requests would look like one decreasing loop."""
     request = omni.request(steps=1), omni.request(steps=6, seed=1)
     images, cache = generate(omni, Loop(), "holdover_mag_cache", MAG, *request)
     assert cache.stats().count == 2
@@ -170,7 +170,7 @@ def test_between_requests_nothing_is_held(omni):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_disable_gives_back_the_pipeline_as_it_was(omni, own):
-    """Also where vLLM-Omni's profiler has put a forward of its own on the instance."""
+    """Also if vLLM-Omni's profiler has set a forward on the instance."""
     pipeline = Loop()
     if own:
         pipeline.forward = pipeline.forward
@@ -195,7 +195,7 @@ def test_a_worker_says_what_it_held(omni, caplog):
     ]
 
 
-# What would be inactive without a word is an error.
+# A cache that would silently do nothing is an error.
 
 
 class Direct(Loop):
@@ -206,7 +206,7 @@ class Direct(Loop):
 
 
 class Restless(Loop):
-    """Its conditioning is another at every step."""
+    """Its conditioning changes at every step."""
 
     def branch(self, latents, level, index):
         self.prompts = [torch.randn(1, 8, 16)]

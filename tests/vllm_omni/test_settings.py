@@ -1,4 +1,4 @@
-"""`--cache-config` becomes a method's own settings, whichever way vLLM-Omni hands it on."""
+"""`--cache-config` becomes a method's own settings, in each form vLLM-Omni passes it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_said_is_the_methods_defaults(configured, method):
 
 @pytest.mark.parametrize("method", method_names().values())
 def test_its_defaults_and_ours_agree_where_both_have_a_setting(omni, method):
-    """Else a user who says nothing would get other values than the method's documentation says."""
+    """Otherwise a user without settings would not get the documented defaults."""
     theirs, ours = omni.data.DiffusionCacheConfig(), config_class(method)()
     both = {f.name for f in dataclasses.fields(theirs)} & set(ours.field_names())
     differing = [n for n in both if getattr(theirs, n) is not None and getattr(theirs, n) != getattr(ours, n)]
