@@ -131,7 +131,7 @@ class Pipeline:
 
 
 class Returning:
-    """A pipeline whose encode_prompt returns what it was told to."""
+    """A pipeline whose encode_prompt returns what `make` makes."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -219,7 +219,7 @@ def test_clear_drops_entries_and_keeps_counters() -> None:
     assert (cache.stats()["size"], cache.stats()["bytes"], cache.hits) == (0, 0, 1)
 
 
-def test_the_byte_budget_evicts_beside_the_entry_count() -> None:
+def test_the_byte_budget_evicts_in_addition_to_the_entry_count() -> None:
     cache = PromptEmbedCache(max_size=10, max_bytes=100)
     for key in "abc":
         cache.put(key, torch.zeros(10))  # 40 bytes each
@@ -350,7 +350,7 @@ def test_the_same_prompt_in_another_pipeline_or_under_another_tag_is_encoded_the
 
 
 class Text(str):
-    """A str with who knows what besides."""
+    """A str subclass, which may carry more than its text."""
 
 
 UNKEYABLE = {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .cache_dit_backend import CacheDiTConfig as CacheDiTConfig
     from .calibration import calibrate as calibrate
     from .context import CacheContext as CacheContext
+    from .engine.parallel import Ranks as Ranks
     from .errors import ConfigError as ConfigError
     from .errors import EnableError as EnableError
     from .errors import HoldoverError as HoldoverError
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from .prompt_embed_cache import install_prompt_embed_cache as install_prompt_embed_cache
     from .prompt_embed_cache import resolve_prompt_embed_cache_config as resolve_prompt_embed_cache_config
     from .prompt_embed_cache import uninstall_prompt_embed_cache as uninstall_prompt_embed_cache
-    from .engine.parallel import Ranks as Ranks
     from .selector import get_cache_backend as get_cache_backend
     from .teacache import TeaCacheBackend as TeaCacheBackend
     from .teacache import TeaCacheConfig as TeaCacheConfig

@@ -1,14 +1,15 @@
-"""Remember what `encode_prompt` returned, for as long as it would return the same again.
+"""Cache the results of a pipeline's `encode_prompt` for as long as calling it again would return the same.
 
-A call's key is its arguments, bound and typed, and what the method reads from the pipeline (found in its
-source): a text encoder counts with its weights, adapters, hooks and modes, a tokenizer with its vocabulary
-size and settings. What has no key (images, tensors, unknown objects, training encoders) passes by, counted.
+The key of a call is made of its arguments (bound and with their types) and of everything the method reads from the
+pipeline, which is found in its source: text encoders with their weights, adapters, hooks and modes, tokenizers with
+their vocabulary size and settings. A call without a key (images, tensors, unknown objects, encoders in training mode)
+bypasses the cache and is counted.
 
-Weights are told apart by identity, version counter and a sample of values, because edits through `.data`,
-such as those of a LoRA being fused, move no counter. What this module does not know:
-- a sparse edit through `.data` that misses every sampled value (edits under `no_grad` are always seen);
-- a tokenizer's rules exchanged in place, and what encode_prompt reaches through globals or closures;
-- CUDA streams: an entry is copied on the current stream of whoever stores or reads it.
+Weights are compared by identity, version counter and a sample of their values: edits through `.data`, for example when
+a LoRA is fused, do not change the version counter. Not detected are:
+- an edit through `.data` that misses every sampled value (edits under `no_grad` are always detected);
+- tokenizer rules that are replaced in place, and what encode_prompt reaches through globals or closures.
+Entries are copied on the current CUDA stream of the thread that stores or reads them.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ import torch
 from torch import Tensor, nn
 
 _CACHE_MISS: Final = object()
-_ENABLE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE"
-_SIZE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE"
+_ENABLE_VARIABLE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE"
+_SIZE_VARIABLE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE"
 _ON: Final = ("1", "true", "yes", "on")
 _OFF: Final = ("0", "false", "no", "off")
-_INSTALLED: Final = ("encode_prompt", "__getstate__")
-_ON_SELF: Final = re.compile(r"""\bself(?:\.|,\s*["'])(\w+)""")  # self.name, getattr(self, "name")
+_INSTALLED: Final = ("encode_prompt", "__getstate__")  # the attributes that the installation sets on a pipeline
+_SELF_ATTRIBUTE: Final = re.compile(r"""\bself(?:\.|,\s*["'])(\w+)""")  # self.name, getattr(self, "name")
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, torch.dtype, torch.device})
-# encode_prompt asks these only for a dtype or a size; their weights never reach the embeddings.
+# encode_prompt reads only a dtype or a size from these; their weights do not affect the embeddings.
 _DENOISERS: Final = ("transformer", "unet")
-# How peft keeps, on each layer it wraps, which adapters are on, how strongly, and which are merged.
+# Where peft keeps, on each layer it wraps, the active and merged adapters and their scales.
 _ADAPTERS: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 _TOKENIZER: Final = ("tokenizer", "padding_side", "truncation_side", "model_max_length", "chat_template")
 
@@ -52,10 +53,10 @@ class _Entry(NamedTuple):
 
 
 class PromptEmbedCache:
-    """A thread-safe least-recently-used store of encode_prompt results, bounded by entries and by bytes.
+    """A thread-safe LRU cache of encode_prompt results, limited by number of entries and by bytes.
 
-    Values are copied in and out, so no caller shares memory with the cache or another caller; copies stay on
-    the device of the original. `max_bytes=None` means no byte limit.
+    Values are copied in and out, so callers never share memory with the cache or with each other. Copies stay on the
+    device of the original. `max_bytes=None` means no byte limit.
     """
 
     def __init__(self, max_size: int = 32, enabled: bool = True, *, max_bytes: int | None = 1 << 30) -> None:
@@ -72,58 +73,58 @@ class PromptEmbedCache:
         with self._lock:
             entry = self._look_up(key)
             self.misses += entry is None
-        return _CACHE_MISS if entry is None else _copied(entry.value, {})
+        return _CACHE_MISS if entry is None else _copy(entry.value, {})
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Store a copy of `value`, unless it exceeds the byte budget or holds what cannot be copied."""
-        entry = _private(value)
+        """Store a copy of `value`, unless it exceeds the byte limit or cannot be copied."""
+        entry = _make_entry(value)
         with self._lock:
             self._store(key, entry)
 
     def clear(self) -> None:
-        """Drop every entry, and those still being encoded; the counters go on."""
+        """Drop all entries, including those being encoded; the counters are kept."""
         with self._lock:
             self._entries.clear()
             self._encoding = {}
             self._bytes = 0
 
     def stats(self) -> dict[str, int]:
-        """Return the counters and the occupancy; `max_bytes` is -1 without a limit."""
+        """Return the counters, the size and the limits; `max_bytes` is -1 if there is no limit."""
         with self._lock:
             counters = {"hits": self.hits, "misses": self.misses, "bypassed": self.bypassed}
             counters |= {"not_stored": self._not_stored, "size": len(self._entries), "bytes": self._bytes}
             return counters | {"max_size": self.max_size, "max_bytes": self.max_bytes or -1}
 
     def get_or_encode(self, key: Hashable, encode: Callable[[], tuple[Any, bool]]) -> Any:
-        """Return the value under `key`; of equal calls at the same time one encodes and the others wait.
+        """Return the value under `key`; of equal concurrent calls, one encodes and the others wait for it.
 
-        `encode` returns the value and whether it may be kept. When it raises, nothing is kept, its caller
-        gets the exception, and those who waited start over.
+        `encode` returns the value and whether it may be stored. If it raises, nothing is stored, its caller gets the
+        exception, and the waiting calls try again.
         """
         while True:
             with self._lock:
-                entry, theirs = self._look_up(key), self._encoding.get(key)
-                if entry is None and theirs is None:
+                entry, running = self._look_up(key), self._encoding.get(key)
+                if entry is None and running is None:
                     self.misses += 1
-                    mine = self._encoding[key] = Future()
+                    own = self._encoding[key] = Future()
                     break
-            if entry is None and theirs is not None:
-                entry = theirs.result()
+            if entry is None and running is not None:
+                entry = running.result()
                 with self._lock:
                     self.hits += entry is not None
             if entry is not None:
-                return _copied(entry.value, {})
+                return _copy(entry.value, {})
         try:
             value, keep = encode()
-            entry = _private(value) if keep else None
+            entry = _make_entry(value) if keep else None
             return value
         finally:
             with self._lock:
-                # Not after clear(): what was asked for before it must not come back.
-                if self._encoding.get(key) is mine:
+                # After a clear(), a result that was requested before it must not be stored.
+                if self._encoding.get(key) is own:
                     del self._encoding[key]
                     self._store(key, entry)
-            mine.set_result(entry)
+            own.set_result(entry)
 
     def _look_up(self, key: Hashable) -> _Entry | None:
         entry = self._entries.get(key)
@@ -135,13 +136,13 @@ class PromptEmbedCache:
     def _store(self, key: Hashable, entry: _Entry | None) -> None:
         previous = self._entries.pop(key, None)
         self._bytes -= 0 if previous is None else previous.nbytes
-        budget = self.max_bytes or float("inf")
-        if entry is None or entry.nbytes > budget:
+        limit = self.max_bytes or float("inf")
+        if entry is None or entry.nbytes > limit:
             self._not_stored += 1
             return
         self._entries[key] = entry
         self._bytes += entry.nbytes
-        while len(self._entries) > self.max_size or self._bytes > budget:
+        while len(self._entries) > self.max_size or self._bytes > limit:
             self._bytes -= self._entries.popitem(last=False)[1].nbytes
 
 
@@ -153,10 +154,10 @@ def install_prompt_embed_cache(
     model_tag: str | None = None,
     max_bytes: int | None = 1 << 30,
 ) -> PromptEmbedCache | None:
-    """Cache `pipeline.encode_prompt` on this instance; None if it has none.
+    """Cache `pipeline.encode_prompt` on this instance; return None if the pipeline has no such method.
 
-    A second call changes nothing and returns the cache already there. `model_tag` becomes part of every key.
-    Copies of the pipeline (`copy`, `deepcopy`, `pickle`) have no cache, so that they use their own encoders.
+    A second call changes nothing and returns the existing cache. `model_tag` becomes part of every key. Copies of the
+    pipeline (`copy`, `deepcopy`, `pickle`) have no cache, so that they use their own encoders.
     """
     if not callable(getattr(pipeline, "encode_prompt", None)):
         return None
@@ -165,34 +166,34 @@ def install_prompt_embed_cache(
         return installed.cache
     cache = PromptEmbedCache(max_size, enabled, max_bytes=max_bytes)
     cached = _CachedEncodePrompt(pipeline, cache, model_tag)
-    # Past __setattr__, which in a DiffusionPipeline may write to the config.
-    vars(pipeline).update(zip(_INSTALLED, (cached, cached.state_without_cache), strict=True))
+    # Not through __setattr__, which may write to the config of a DiffusionPipeline.
+    vars(pipeline).update(zip(_INSTALLED, (cached, cached.getstate), strict=True))
     return cache
 
 
 def uninstall_prompt_embed_cache(pipeline: Any) -> None:
-    """Give `pipeline` back the encode_prompt it had; nothing happens if it is not cached."""
+    """Restore the original encode_prompt of `pipeline`; does nothing if it is not cached."""
     installed = vars(pipeline).get("encode_prompt")
     if isinstance(installed, _CachedEncodePrompt):
-        installed.take_off(vars(pipeline))
+        installed.restore(vars(pipeline))
 
 
 def resolve_prompt_embed_cache_config(
     enable: bool | None = None,
     max_size: int | None = None,
 ) -> tuple[bool, int]:
-    """Return (enabled, max_size): what the environment says, else the argument, else off and 32.
+    """Return (enabled, max_size) from the environment, else from the arguments, else off and 32.
 
-    OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and
-    OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE (a positive integer) win over the arguments; empty says nothing.
+    OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE (a
+    positive integer) override the arguments; empty values are ignored.
     """
-    switch, size = (os.environ.get(name, "").strip().lower() for name in (_ENABLE, _SIZE))
+    switch, size = (os.environ.get(name, "").strip().lower() for name in (_ENABLE_VARIABLE, _SIZE_VARIABLE))
     if switch and switch not in _ON + _OFF:
-        raise ValueError(f"{_ENABLE}={switch!r} is not one of {', '.join(_ON + _OFF)}")
+        raise ValueError(f"{_ENABLE_VARIABLE}={switch!r} is not one of {', '.join(_ON + _OFF)}")
     if size and not (size.isdecimal() and int(size) > 0):
-        raise ValueError(f"{_SIZE}={size!r} is not a positive integer")
-    wanted = 32 if max_size is None else _positive("max_size", max_size)
-    return switch in _ON if switch else bool(enable), int(size) if size else wanted
+        raise ValueError(f"{_SIZE_VARIABLE}={size!r} is not a positive integer")
+    default = 32 if max_size is None else _positive("max_size", max_size)
+    return switch in _ON if switch else bool(enable), int(size) if size else default
 
 
 def _positive(name: str, value: int) -> int:
@@ -202,41 +203,41 @@ def _positive(name: str, value: int) -> int:
 
 
 class _CachedEncodePrompt:
-    """Stands in for encode_prompt on one pipeline; holds it weakly, so that `del pipeline` frees it."""
+    """Replaces encode_prompt on one pipeline; refers to it weakly, so that `del pipeline` frees it."""
 
     def __init__(self, pipeline: Any, cache: PromptEmbedCache, model_tag: str | None) -> None:
         method = pipeline.encode_prompt
         functools.update_wrapper(self, method)
-        del self.__dict__["__wrapped__"]  # it would hold the pipeline
+        del self.__dict__["__wrapped__"]  # it would keep the pipeline alive
         self.__signature__ = inspect.signature(method)
         self.cache, self._model_tag = cache, model_tag
-        self._owner = weakref.ref(pipeline) if type(pipeline).__weakrefoffset__ else lambda: pipeline
-        mine = getattr(method, "__self__", None) is pipeline
-        self._function = method.__func__ if mine else staticmethod(method)
+        self._pipeline = weakref.ref(pipeline) if type(pipeline).__weakrefoffset__ else lambda: pipeline
+        is_bound = getattr(method, "__self__", None) is pipeline
+        self._function = method.__func__ if is_bound else staticmethod(method)
         self._replaced = {name: vars(pipeline)[name] for name in _INSTALLED if name in vars(pipeline)}
-        reads = _attributes_read(type(pipeline), method)
-        self._leaves_lora_scale = "_lora_scale" in reads
-        self._reads = sorted(reads - {"_lora_scale", *_INSTALLED})
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        attributes = _attributes_read(type(pipeline), method)
+        self._sets_lora_scale = "_lora_scale" in attributes
+        self._attributes = sorted(attributes - {"_lora_scale", *_INSTALLED})
+        self._identities: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = itertools.count()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._owner()
+        pipeline = self._pipeline()
         if pipeline is None:
             raise ReferenceError("the pipeline of this encode_prompt is gone; keep a reference to it")
         original = self._function.__get__(pipeline)
         try:
             if not self.cache.enabled:
-                raise TypeError("switched off")
+                raise TypeError("the cache is disabled")
             bound = self.__signature__.bind(*args, **kwargs)
             bound.apply_defaults()
-            # A lora_scale that is given replaces the standing one before anything reads it.
+            # encode_prompt stores a lora_scale argument on the pipeline before it reads the scale.
             given = bound.arguments.get("lora_scale")
             scale = vars(pipeline).get("_lora_scale") if given is None else given
-            asked = (self._model_tag, _freeze(bound.arguments), _freeze(scale))
-            state = _State(pipeline, self._reads, self.number)
-            key = (asked, state.content, _surroundings(pipeline, state.devices))
-        except TypeError:
+            arguments = (self._model_tag, _freeze(bound.arguments), _freeze(scale))
+            state = _PipelineState(pipeline, self._attributes, self.identity)
+            key = (arguments, state.content, _execution_state(pipeline, state.devices))
+        except TypeError:  # no key
             with self.cache._lock:
                 self.cache.bypassed += 1
             return original(*args, **kwargs)
@@ -244,147 +245,148 @@ class _CachedEncodePrompt:
         def encode() -> tuple[Any, bool]:
             value = original(*args, **kwargs)
             with contextlib.suppress(TypeError):
-                return value, state.content == _State(pipeline, self._reads, self.number).content
+                return value, state.content == _PipelineState(pipeline, self._attributes, self.identity).content
             return value, False
 
         value = self.cache.get_or_encode(key, encode)
-        if given is not None and self._leaves_lora_scale:
-            pipeline._lora_scale = given  # encode_prompt leaves it behind, so a hit must too
+        if given is not None and self._sets_lora_scale:
+            pipeline._lora_scale = given  # a hit must leave it on the pipeline as encode_prompt does
         return value
 
-    def number(self, value: Any) -> int:
-        """Return a number that no other object ever has; an id() comes back once its object is gone."""
-        place, known = id(value), self._known
-        if place not in known:
-            known[place] = weakref.ref(value, lambda _: known.pop(place, None)), next(self._count)
-        return known[place][1]
+    def identity(self, value: Any) -> int:
+        """Return a number that is never used for another object, unlike id(), which can be reused."""
+        key, known = id(value), self._identities
+        if key not in known:
+            known[key] = weakref.ref(value, lambda _: known.pop(key, None)), next(self._count)
+        return known[key][1]
 
-    def take_off(self, attributes: dict[str, Any]) -> None:
-        """Put back into `attributes` what the installation replaced there."""
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Restore in `attributes` what the installation replaced there."""
         attributes.update(self._replaced)
         for name in {*_INSTALLED} - self._replaced.keys():
             del attributes[name]
 
-    def state_without_cache(self) -> Any:
-        """Answer copy and pickle, which ask the instance for `__getstate__`."""
-        pipeline: Any = self._owner()
+    def getstate(self) -> Any:
+        """The pipeline's `__getstate__` for copy and pickle: its state without the cache."""
+        pipeline: Any = self._pipeline()
         state = self._replaced.get("__getstate__", type(pipeline).__getstate__.__get__(pipeline))()
         if isinstance(state, dict) and state.get("encode_prompt") is self:
-            self.take_off(state := dict(state))
+            self.restore(state := dict(state))
         return state
 
 
-def _attributes_read(kind: type, method: Any) -> frozenset[str]:
-    """Return the names that encode_prompt, and the methods and properties it uses, look up on `self`."""
+def _attributes_read(cls: type, method: Any) -> frozenset[str]:
+    """Return the attributes of `self` that encode_prompt, and the methods and properties it uses, read."""
     names: set[str] = set()
-    # Every definition along the bases, because a method may call the one it overrides.
-    todo = [method, *(vars(base).get("encode_prompt") for base in kind.__mro__)]
-    while todo:
-        member = todo.pop()
+    # All definitions in the base classes, because a method may call the one it overrides.
+    pending = [method, *(vars(base).get("encode_prompt") for base in cls.__mro__)]
+    while pending:
+        member = pending.pop()
         function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
         try:
-            found = _ON_SELF.findall(inspect.getsource(function)) if inspect.isfunction(function) else ()
-        except OSError:  # typed at a prompt: all names it uses, more than enough
+            found = _SELF_ATTRIBUTE.findall(inspect.getsource(function)) if inspect.isfunction(function) else ()
+        except OSError:  # without source, as in a console: all names the function uses, which include them
             found = function.__code__.co_names
-        todo += [vars(base).get(name) for name in {*found} - names for base in kind.__mro__]
+        pending += [vars(base).get(name) for name in {*found} - names for base in cls.__mro__]
         names.update(found)
     return frozenset(names)
 
 
-class _State:
-    """What encode_prompt reads from a pipeline; `devices` apart, because offloading moves encoders."""
+class _PipelineState:
+    """A key for what encode_prompt reads from a pipeline; `devices` is not part of it, as offloading moves weights."""
 
-    def __init__(self, pipeline: Any, reads: list[str], number: Callable[[Any], int]) -> None:
-        self.trainable = False
+    def __init__(self, pipeline: Any, attributes: list[str], identity: Callable[[Any], int]) -> None:
         self.devices: set[torch.device] = set()
-        self._number = number
+        self._trainable = False
+        self._identity = identity
         self._samples: dict[torch.dtype, list[Tensor]] = {}
-        kinds = dict.fromkeys(_DENOISERS, lambda value: (number(value), getattr(value, "dtype", None)))
-        held = ("_parameters", "_buffers", "_modules") if isinstance(pipeline, nn.Module) else ()
-        own = ChainMap(vars(pipeline), *(vars(pipeline)[name] for name in held))
+        freeze = dict.fromkeys(_DENOISERS, lambda value: (identity(value), getattr(value, "dtype", None)))
+        children = ("_parameters", "_buffers", "_modules") if isinstance(pipeline, nn.Module) else ()
+        own = ChainMap(vars(pipeline), *(vars(pipeline)[name] for name in children))
         digest = hashlib.blake2b()
         with torch.no_grad():
-            parts = [(n, _freeze(own[n], kinds.get(n, self._object))) for n in reads if n in own]
+            parts = [(n, _freeze(own[n], freeze.get(n, self._freeze_object))) for n in attributes if n in own]
             for samples in self._samples.values():  # one copy to the host for all tensors of a dtype
                 joined = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
                 digest.update(joined.view(torch.uint8).numpy().tobytes())
-        if self.trainable and torch.is_grad_enabled():
-            raise TypeError("the result belongs to a graph")
+        if self._trainable and torch.is_grad_enabled():
+            raise TypeError("the result has an autograd graph")
         self.content: Hashable = (*parts, digest.digest())
 
-    def _object(self, value: Any) -> Hashable:
+    def _freeze_object(self, value: Any) -> Hashable:
         if isinstance(value, nn.Module):
-            return tuple(part for module in value.modules() for part in self._module(module))
+            return tuple(part for module in value.modules() for part in self._freeze_module(module))
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._freeze_tensor(value)
         own = getattr(value, "__dict__", {})
-        fields = tuple((name, _freeze(own[name], self._object)) for name in _TOKENIZER if name in own)
-        return self._number(value), len(value) if isinstance(value, Sized) else None, fields
+        fields = tuple((name, _freeze(own[name], self._freeze_object)) for name in _TOKENIZER if name in own)
+        return self._identity(value), len(value) if isinstance(value, Sized) else None, fields
 
-    def _module(self, module: nn.Module) -> Iterator[Hashable]:
+    def _freeze_module(self, module: nn.Module) -> Iterator[Hashable]:
         if module.training:
-            raise TypeError("dropout draws anew at each call")
+            raise TypeError("in training mode the result may be random")
         own = vars(module)
-        elsewhere: Any = getattr(own.get("_hf_hook"), "weights_map", None)
-        yield self._number(module), self._number(own["forward"]) if "forward" in own else None
+        offloaded: Any = getattr(own.get("_hf_hook"), "weights_map", None)
+        yield self._identity(module), self._identity(own["forward"]) if "forward" in own else None
         yield tuple((name, _freeze(own[name])) for name in _ADAPTERS if name in own)
         for number, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items()):
-            # Those of transformers only record, and appear during the first call.
+            # Hooks of transformers only record outputs, and are registered during the first call.
             if not getattr(hook, "__module__", "").startswith("transformers."):
                 yield number
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta:  # accelerate keeps the values elsewhere between calls
-                tensor = elsewhere[name]
+            if tensor is not None and tensor.is_meta:  # accelerate keeps offloaded weights elsewhere between calls
+                tensor = offloaded[name]
             if tensor is not None:
-                yield self._tensor(tensor)
+                yield self._freeze_tensor(tensor)
 
-    def _tensor(self, tensor: Tensor) -> Hashable:
-        self.trainable |= tensor.requires_grad
+    def _freeze_tensor(self, tensor: Tensor) -> Hashable:
+        self._trainable |= tensor.requires_grad
         self.devices.add(tensor.device)
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
-            step = tensor.numel() // 64 | 1  # some 64 values, and by an odd step, to meet every column
-            sample = tensor.contiguous().as_strided(((tensor.numel() - 1) // step + 1,), (step,))
+            stride = tensor.numel() // 64 | 1  # about 64 values; an odd stride reaches every column
+            sample = tensor.contiguous().as_strided(((tensor.numel() - 1) // stride + 1,), (stride,))
             self._samples.setdefault(tensor.dtype, []).append(sample)
         version = None if tensor.is_inference() else tensor._version
-        return self._number(tensor), version, tensor.dtype, tensor.shape
+        return self._identity(tensor), version, tensor.dtype, tensor.shape
 
 
-def _surroundings(pipeline: Any, devices: set[torch.device]) -> Hashable:
-    """Return what else decides device, dtype and rounding of the result."""
+def _execution_state(pipeline: Any, devices: set[torch.device]) -> Hashable:
+    """Return the global state that affects device, dtype and rounding of the result."""
     execution = getattr(pipeline, "_execution_device", torch.device("cpu"))
-    kinds = sorted({device.type for device in (*devices, execution)})
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    current = torch.cuda.current_device() if "cuda" in kinds else None
+    types = sorted({device.type for device in (*devices, execution)})
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
+    current = torch.cuda.current_device() if "cuda" in types else None
     rounding = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     return execution, current, *autocast, rounding, frozenset(devices)
 
 
-def _freeze(value: Any, other: Callable[[Any], Hashable] | None = None) -> Hashable:
-    """Return a key equal only for equal values of equal types; `other` answers for unknown types."""
+def _freeze(value: Any, freeze_other: Callable[[Any], Hashable] | None = None) -> Hashable:
+    """Return a key that is equal only for equal values of equal types; `freeze_other` handles all other types."""
     kind = type(value)
     if kind in _ATOMS:
-        return kind, value.hex() if kind is float else value  # 0.0 and -0.0 are equal
+        return kind, value.hex() if kind is float else value  # 0.0 == -0.0
     if isinstance(value, PurePath):
         return kind, str(value)
     if kind in (list, tuple):
-        return kind, tuple(_freeze(item, other) for item in value)
+        return kind, tuple(_freeze(item, freeze_other) for item in value)
     if isinstance(value, dict):
-        return kind, frozenset((_freeze(name, other), _freeze(item, other)) for name, item in value.items())
-    if other is None:
+        items = ((_freeze(name, freeze_other), _freeze(item, freeze_other)) for name, item in value.items())
+        return kind, frozenset(items)
+    if freeze_other is None:
         raise TypeError(f"no key for a {kind.__name__}")
-    return other(value)
+    return freeze_other(value)
 
 
-def _private(value: Any) -> _Entry | None:
-    """Return an entry that shares nothing with `value` and suits any grad mode; None if there can be none."""
+def _make_entry(value: Any) -> _Entry | None:
+    """Return an entry with a copy of `value` that works in any grad mode; None if it cannot be copied."""
     memo: dict[int, Any] = {}
     with contextlib.suppress(TypeError, torch.OutOfMemoryError), torch.inference_mode(False), torch.no_grad():
-        return _Entry(_copied(value, memo), sum(t.nbytes for t in memo.values() if isinstance(t, Tensor)))
+        return _Entry(_copy(value, memo), sum(t.nbytes for t in memo.values() if isinstance(t, Tensor)))
     return None
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return `value` with every tensor and container new; one that occurs twice stays one."""
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of tensors and containers; what occurs twice in `value` is copied once."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -392,9 +394,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.requires_grad:
             memo[id(value)] = value.detach().clone()
         elif kind in (list, tuple):
-            memo[id(value)] = kind(_copied(item, memo) for item in value)
+            memo[id(value)] = kind(_copy(item, memo) for item in value)
         elif kind is dict:
-            memo[id(value)] = {name: _copied(item, memo) for name, item in value.items()}
+            memo[id(value)] = {name: _copy(item, memo) for name, item in value.items()}
         else:
             raise TypeError(f"no copy of a {kind.__name__}")
     return memo[id(value)]

@@ -9,7 +9,7 @@ from typing import Any
 import cache_dit
 from cache_dit import DBCacheConfig, TaylorSeerCalibratorConfig
 
-from holdover.cache_dit_backend.library import quiet
+from holdover.cache_dit_backend.config import quiet_library
 
 
 @contextmanager
@@ -18,12 +18,12 @@ def library(pipe: Any, taylorseer: int = 0, **settings: Any) -> Iterator[None]:
     own = type(pipe)
     pipe.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
     calibrator = TaylorSeerCalibratorConfig(taylorseer_order=taylorseer) if taylorseer else None
-    with quiet():
+    with quiet_library():
         cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(**settings), calibrator_config=calibrator)
     try:
         yield
     finally:
-        with quiet():
+        with quiet_library():
             cache_dit.disable_cache(pipe)
         pipe.__class__ = own
 

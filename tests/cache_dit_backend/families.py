@@ -184,5 +184,5 @@ class Wan22S2VPipeline:
 
 
 def pipeline_of(transformer: nn.Module) -> SimpleNamespace:
-    """The least that is a pipeline."""
+    """The smallest pipeline: only a transformer."""
     return SimpleNamespace(transformer=transformer.eval())

@@ -58,8 +58,8 @@ def test_the_same_steps_and_the_same_output(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["once", "repeat"])
-def test_beginning_anew_at_a_step(policy: str) -> None:
-    """On FLUX, which has one branch: with two the library counts forwards where it says steps."""
+def test_starting_over_at_a_step(policy: str) -> None:
+    """On FLUX, which has one branch: with two, the library counts forwards instead of steps."""
     tiny = PIPELINES["FluxPipeline"]
     settings = {
         **BASE,

@@ -1,11 +1,13 @@
-"""The cache-dit backend: its schedule for any number of steps, its branches, its limits, its coming and going."""
+"""The cache-dit backend: schedules for any number of steps, branches, limits, enabling and disabling."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 
 import cache_dit
 import pytest
@@ -15,8 +17,8 @@ from cache_dit.caching import BlockAdapterRegister
 import holdover
 from holdover.base import DiffusionCacheConfig
 from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
-from holdover.cache_dit_backend.contexts import Restart
-from holdover.cache_dit_backend.library import quiet, steps_mask
+from holdover.cache_dit_backend.config import quiet_library, steps_mask
+from holdover.cache_dit_backend.contexts import BranchContexts, StepContextManager, last_refresh
 from holdover.models.inputs import iter_tensors
 from holdover.stats import Stats
 from snapshots import denoiser, differences, snapshot
@@ -95,7 +97,7 @@ def test_refresh_tells_a_bare_transformer_the_number_of_steps() -> None:
 def test_a_mask_needs_a_number_of_steps() -> None:
     model = MODELS[FLUX].build()
     with holdover.enable(model, "cache_dit", **STATIC):
-        with pytest.raises(holdover.ConfigError, match="nobody has said it"):
+        with pytest.raises(holdover.ConfigError, match="needs the number of steps"):
             loop(model)
     with holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=8) as cache:
         loop(model)
@@ -109,7 +111,7 @@ def test_step_counts_without_a_mask_are_refused_before_anything_is_done() -> Non
         holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=7)
     assert differences(before, snapshot(model)) == []
     with holdover.enable(model, "cache_dit", **STATIC) as cache:
-        with pytest.raises(holdover.ConfigError, match="4, 6 and from 8 on"):
+        with pytest.raises(holdover.ConfigError, match="4, 6, and 8 or more steps"):
             cache.refresh(model, 5)
     pipe = PIPELINES["FluxPipeline"].build()
     with holdover.enable(pipe, "cache_dit", **STATIC):
@@ -135,7 +137,7 @@ def test_fewer_blocks_than_are_always_run() -> None:
         plain = loop(MODELS[FLUX].build())
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(loop(model), plain, strict=True))
         assert cache.stats().held == 5
-        with pytest.raises(holdover.ConfigError, match="at most that"), cache.using(Fn_compute_blocks=7):
+        with pytest.raises(holdover.ConfigError, match="at most 6, not 7"), cache.using(Fn_compute_blocks=7):
             pass
 
 
@@ -163,10 +165,10 @@ def test_every_setting_reaches_the_schedule(settings: dict, trace: str) -> None:
         assert cache.stats().last.trace("1") == trace
 
 
-def test_where_everything_begins_anew() -> None:
-    assert [Restart(None, False).origin(step) for step in range(5)] == [0] * 5
-    assert [Restart(2, False).origin(step) for step in range(5)] == [0, 0, 2, 2, 2]
-    assert [Restart(2, True).origin(step) for step in range(5)] == [0, 0, 2, 2, 4]
+def test_at_which_step_the_contexts_last_started_over() -> None:
+    assert [last_refresh(step, None, False) for step in range(5)] == [0] * 5
+    assert [last_refresh(step, 2, False) for step in range(5)] == [0, 0, 2, 2, 2]
+    assert [last_refresh(step, 2, True) for step in range(5)] == [0, 0, 2, 2, 4]
 
 
 def test_taylorseer_extrapolates_over_steps_a_branch_was_not_run_at() -> None:
@@ -261,28 +263,35 @@ def test_another_batch_during_a_run_is_computed_not_broadcast(settings: dict) ->
             assert cache.stats().last.visits[3].reason == "the inputs have another shape, dtype or device"
 
 
-def test_lists_that_disagree_are_named() -> None:
+def test_lists_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUX.2 has two lists, each with its own decision; a step is held where any of them is."""
     tiny = MODELS["Flux2Transformer2DModel"]
     model, inputs = tiny.build(), tiny.inputs()
+    differences_seen: list[float] = []
+    add = StepContextManager.add_residual_diff
 
-    def two_steps(cache: CacheDiTBackend) -> list[float]:
+    def add_residual_diff(manager, difference) -> None:
+        differences_seen.append(float(difference))
+        add(manager, difference)
+
+    def two_steps() -> None:
         for step in range(2):
             with model.cache_context("cond", step_index=step):
                 model(**with_timestep(tiny, inputs, 1 - step / 100))
-        return [context.residual_diffs["1"] for context in cache.engine.branch_state._manager.contexts]
 
+    monkeypatch.setattr(StepContextManager, "add_residual_diff", add_residual_diff)
     with torch.no_grad(), holdover.enable(model, "cache_dit", max_warmup_steps=1) as cache:
-        between = sum(two_steps(cache)) / 2
-        with cache.using(residual_diff_threshold=between):
-            two_steps(cache)
+        two_steps()
+        assert len(differences_seen) == 2
+        with cache.using(residual_diff_threshold=sum(differences_seen) / 2):
+            two_steps()
             visit = cache.stats().last.visits[1]
     assert not visit.computed
     assert visit.reason.startswith("the first blocks changed little, in ")
     assert visit.reason.endswith("_blocks only")
 
 
-# Coming and going
+# Enabling and disabling
 
 
 @pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline[2.2]", "ChromaPipeline"])
@@ -340,7 +349,7 @@ def test_patched_models_run_beneath_accelerates_hooks() -> None:
 def test_a_patched_model_with_another_hook_on_its_forward_is_refused() -> None:
     model = MODELS["ChromaTransformer2DModel"].build()
     model.forward = model.forward
-    with pytest.raises(holdover.UnsupportedModelError, match="take the hook off"):
+    with pytest.raises(holdover.UnsupportedModelError, match="remove the hook"):
         holdover.enable(model, "cache_dit")
 
 
@@ -371,6 +380,21 @@ def test_enabling_again_with_other_settings_takes_effect_and_changes_no_config()
         assert backend.config is config
         assert config.as_dict() == kept
     assert traces == ["ChChCh", "ChhhCh"]
+
+
+def test_enabling_the_same_backend_again_sees_replaced_blocks() -> None:
+    model = MODELS[FLUX].build()
+    backend = CacheDiTBackend(CacheDiTConfig(**MUCH))
+    backend.enable(model)
+    loop(model)
+    assert "transformer_blocks (6 blocks" in backend.stats().notes[0]
+    backend.disable()
+    model.transformer_blocks = torch.nn.ModuleList(list(model.transformer_blocks)[:1])
+    plain = loop(model)[0]
+    backend.enable(model)
+    assert torch.equal(loop(model)[0], plain)
+    assert "transformer_blocks (4 blocks" in backend.stats().notes[0]
+    backend.disable()
 
 
 def test_settings_and_off_for_a_while() -> None:
@@ -404,14 +428,25 @@ def test_an_aborted_request_leaves_nothing_for_the_next() -> None:
         assert cache.stats().last.trace("cond") == "ChhChh"
 
 
-def test_nothing_is_kept_after_a_generation() -> None:
+def test_nothing_is_kept_after_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the engine nor by the blocks that ran with the contexts."""
+    managers: list[weakref.ref[StepContextManager]] = []
+    at = BranchContexts.at
+
+    def record(contexts, step) -> StepContextManager:
+        manager = at(contexts, step)
+        managers.append(weakref.ref(manager))
+        return manager
+
+    monkeypatch.setattr(BranchContexts, "at", record)
     tiny = PIPELINES["FluxPipeline"]
     pipe = tiny.build()
     with holdover.enable(pipe, "cache_dit", **MUCH, enable_taylorseer=True) as cache:
         run(pipe, **tiny.call(steps=6))
         assert cache.stats().peak_bytes > 0
-        assert cache.engine.branch_state is None
-        assert cache.engine._generation.nbytes == 0
+        assert len(managers) == 6
+        gc.collect()
+        assert [manager for manager in managers if manager() is not None] == []
 
 
 def test_taylorseer_keeps_more_than_the_last_step() -> None:
@@ -424,7 +459,7 @@ def test_taylorseer_keeps_more_than_the_last_step() -> None:
     assert kept() < kept(enable_taylorseer=True) < kept(enable_taylorseer=True, taylorseer_order=2)
 
 
-# What is said
+# Statistics and logs
 
 
 def test_stats_have_the_shape_of_the_other_methods() -> None:
@@ -477,11 +512,11 @@ def test_the_library_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_librarys_log_levels_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("cache_dit.caching.cache_interface")
     level = logger.level
-    with quiet():
+    with quiet_library():
         assert logger.level == logging.ERROR
     assert logger.level == level
     monkeypatch.setenv("CACHE_DIT_LOG_LEVEL", "info")
-    with quiet():
+    with quiet_library():
         assert logger.level == level
 
 

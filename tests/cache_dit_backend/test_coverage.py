@@ -27,7 +27,7 @@ def test_a_class_that_works(name: str) -> None:
         with cache.using(residual_diff_threshold=1.0):
             held = run_generation(tiny, model)
             assert cache.stats().last.trace("cond") == "Chhh" * (STEPS // 4)
-        assert cache.engine.units[0].report.max_error < 1e-5
+        assert cache.reports()["transformer"].max_error < 1e-5
     assert all(torch.isfinite(output).all() for output in held)
     assert set(differences(before, snapshot(model))) <= own
     assert all(torch.equal(a, b) for a, b in zip(run_generation(tiny, model), plain, strict=True))

@@ -1,4 +1,4 @@
-"""The documented functions and classes, over the one mechanism."""
+"""The documented functions and classes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from holdover.cache_dit_backend import (
     enable_cache_for_wan22_s2v,
     may_enable_cache_dit,
 )
-from holdover.cache_dit_backend.library import quiet
-from holdover.runtime.backend import cache_of
+from holdover.cache_dit_backend.config import quiet_library
+from holdover.engine.backend import find_cache
 from snapshots import differences, snapshot
 from tiny.models import MODELS
 from tiny.pipelines import PIPELINES, run
@@ -47,9 +47,9 @@ def _enablers() -> Iterator[None]:
 
 
 def flux_lists(pipe, **given) -> BlockAdapter:
-    """FLUX with a context for each of its two lists, where the library's own adapter makes one of both."""
+    """FLUX with a context for each of its two lists; the library's own adapter has one for both."""
     transformer = pipe.transformer
-    with quiet():
+    with quiet_library():
         return BlockAdapter(
             pipe=pipe,
             transformer=transformer,
@@ -63,7 +63,7 @@ def test_an_adapter_of_ones_own() -> None:
     pipe = FLUX.build()
     plain = run(pipe, **FLUX.call(steps=6))
     refresh = enable_cache_for_dit(pipe, MUCH, flux_lists(pipe))
-    cache = cache_of(pipe)
+    cache = find_cache(pipe)
     refresh(pipe, 6, False)
     assert not torch.equal(run(pipe, **FLUX.call(steps=6)), plain)
     assert cache.stats().last.trace("cond") == "ChhChh"
@@ -77,7 +77,7 @@ def test_settings_that_an_adapter_changes_for_one_list() -> None:
     modifiers = [ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=n)) for n in (1, 4)]
     enable_cache_for_dit(pipe, MUCH, flux_lists(pipe, params_modifiers=modifiers))
     run(pipe, **FLUX.call(steps=6))
-    visits = cache_of(pipe).stats().last.visits
+    visits = find_cache(pipe).stats().last.visits
     assert [visit.reason.endswith("in transformer_blocks only") for visit in visits] == [
         False,
         True,
@@ -102,7 +102,7 @@ def test_a_foreign_adapter_class_makes_the_blocks_and_patches_nothing() -> None:
     enable_cache_for_dit(pipe, MUCH, adapter_cls=Own)
     run(pipe, **FLUX.call(steps=6))
     assert Own.made == 1
-    assert cache_of(pipe).stats().last.trace("cond") == "ChhChh"
+    assert find_cache(pipe).stats().last.trace("cond") == "ChhChh"
     assert dict(vars(type(pipe))) == before
 
 
@@ -136,7 +136,7 @@ def test_a_third_party_enabler_is_taken_over_by_the_backend() -> None:
     backend.enable(pipe)
     assert seen == [MUCH]
     assert backend.is_enabled()
-    assert cache_of(pipe) is backend
+    assert find_cache(pipe) is backend
     with pytest.raises(holdover.EnableError, match="enabled already"):
         backend.enable(pipe)
     backend.refresh(pipe, 6)
@@ -210,7 +210,7 @@ def test_bagels_parts_by_themselves() -> None:
     assert torch.equal(hidden, torch.full((2,), 2.0))
     pipe = pipeline_of(BagelTransformer())
     with holdover.enable(pipe, "cache_dit") as cache:
-        block = cache._fitter.fit(cache.engine.units[0], None).lists[0].block
+        block = cache._adapter.adapt(pipe.transformer).lists[0].block
         assert isinstance(block, BagelCachedBlocks)
         layer = pipe.transformer.layers[0]
         kwargs = {"update_past_key_values": False, "mode": "gen"}
@@ -289,7 +289,7 @@ def test_cosmos3_with_a_list_of_its_own_for_what_is_generated() -> None:
 
     pipe = pipeline_of(Cosmos3())
     enable_cache_for_cosmos3(pipe, MUCH)
-    assert cache_of(pipe).stats().notes == ("transformer: cache-dit: gen_layers (3 blocks, Pattern_3)",)
+    assert find_cache(pipe).stats().notes == ("transformer: cache-dit: gen_layers (3 blocks, Pattern_3)",)
 
 
 def test_an_engines_config_says_whether() -> None:
@@ -302,7 +302,7 @@ def test_an_engines_config_says_whether() -> None:
     backend = may_enable_cache_dit(pipe, config("cache-dit", {"max_warmup_steps": 2}))
     assert backend.is_enabled()
     assert backend.settings.max_warmup_steps == 2
-    assert cache_of(pipe) is backend
+    assert find_cache(pipe) is backend
 
 
 def test_which_classes_have_an_enabler() -> None:

@@ -25,7 +25,7 @@ from holdover.cache_dit_backend import (
     enable_cache_for_wan22,
     enable_cache_for_wan22_s2v,
 )
-from holdover.runtime.backend import cache_of
+from holdover.engine.backend import find_cache
 from snapshots import differences, snapshot
 from tiny.models import MODELS
 from tiny.pipelines import PIPELINES, run
@@ -35,14 +35,13 @@ MUCH = {"residual_diff_threshold": 1.0, "max_warmup_steps": 1, "max_continuous_c
 STEPS = 9
 
 
-def unified(cache: CacheDiTBackend) -> type:
-    """The class of the block that stands for the first list."""
-    unit = cache.engine.units[0]
-    return type(cache._fitter.fit(unit, None).lists[0].block)
+def unified_block(cache: CacheDiTBackend, pipe) -> torch.nn.Module:
+    """The block that cache-dit makes of the transformer's first list."""
+    return cache._adapter.adapt(pipe.transformer).lists[0].block
 
 
-def bagel(pipe, told: bool = True) -> Iterator[torch.Tensor]:
-    """Prefill, eight words, denoising with two branches, eight words more."""
+def bagel(pipe, named: bool = True) -> Iterator[torch.Tensor]:
+    """Prefill, eight text tokens, denoising with two branches, eight more text tokens."""
     generator = torch.Generator().manual_seed(3)
     caches = [NaiveCache(), NaiveCache()]
     with torch.no_grad():
@@ -53,7 +52,7 @@ def bagel(pipe, told: bool = True) -> Iterator[torch.Tensor]:
         for step in range(STEPS):
             time = torch.full((5,), 1 - step / STEPS)
             for name, cache in zip(("cond", "uncond"), caches, strict=True):
-                with pipe.transformer.cache_context(name, step_index=step) if told else torch.no_grad():
+                with pipe.transformer.cache_context(name, step_index=step) if named else torch.no_grad():
                     output = pipe.transformer(latent, cache, update_past_key_values=False, mode="gen", timestep=time)
                 yield output
                 latent = latent - 0.02 * output
@@ -67,21 +66,21 @@ def words(pipe, cache: NaiveCache, generator: torch.Generator) -> Iterator[torch
 
 def test_bagel_with_nothing_held_is_the_plain_model() -> None:
     pipe = pipeline_of(BagelTransformer())
-    plain = list(bagel(pipe, told=False))
+    plain = list(bagel(pipe, named=False))
     with holdover.enable(pipe, "cache_dit", **NOTHING) as cache:
-        assert unified(cache) is BagelCachedBlocks
+        assert type(unified_block(cache, pipe)) is BagelCachedBlocks
         outputs = list(bagel(pipe))
     assert all(torch.equal(a, b) for a, b in zip(outputs, plain, strict=True))
 
 
 def test_bagel_holds_denoising_and_never_what_writes_keys() -> None:
     pipe = pipeline_of(BagelTransformer())
-    plain = list(bagel(pipe, told=False))
+    plain = list(bagel(pipe, named=False))
     before = snapshot(pipe.transformer)
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = list(bagel(pipe))
         visits = [visit for generation in cache.stats().generations for visit in generation.visits]
-        assert cache.engine.units[0].report.max_error < 1e-5
+        assert cache.reports()["transformer"].max_error < 1e-5
     held = [visit for visit in visits if not visit.computed]
     assert {visit.branch for visit in held} == {"cond", "uncond"}
     assert len(held) == 2 * 6
@@ -114,7 +113,7 @@ def test_sensenova_holds_image_tokens_of_denoising_passes_only() -> None:
     pipe = pipeline_of(SensenovaTransformer())
     plain = sensenova(pipe)
     with holdover.enable(pipe, "cache_dit", **NOTHING) as cache:
-        assert unified(cache) is SensenovaCachedBlocks
+        assert type(unified_block(cache, pipe)) is SensenovaCachedBlocks
         assert all(torch.equal(a, b) for a, b in zip(sensenova(pipe), plain, strict=True))
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = sensenova(pipe)
@@ -126,7 +125,7 @@ def test_sensenova_holds_image_tokens_of_denoising_passes_only() -> None:
     assert not torch.equal(outputs[2], plain[2])
 
 
-def test_sensenova_runs_as_it_is_where_it_is_told_to_skip() -> None:
+def test_sensenova_computes_a_pass_with_cache_dit_skip() -> None:
     pipe = pipeline_of(SensenovaTransformer())
     image = {"cache": [], "update_cache": False, "exist_gen": True, "exist_und": False}
     tokens = torch.randn(5, WIDTH)
@@ -134,7 +133,7 @@ def test_sensenova_runs_as_it_is_where_it_is_told_to_skip() -> None:
         for step in range(4):
             pipe.transformer(tokens, timestep=torch.full((5,), 1 - step / 4), **image)
         assert cache.stats().held == 2
-        block = cache._fitter.fit(cache.engine.units[0], None).lists[0].block
+        block = unified_block(cache, pipe)
         expected = tokens
         for layer in pipe.transformer.layers:
             expected = layer(expected, **image)
@@ -147,8 +146,8 @@ def test_s2v_injects_audio_once_after_each_of_its_layers_and_as_before_after_dis
     before = snapshot(pipe.transformer)
     each = [0, 2] * 24
     refresh = enable_cache_for_wan22_s2v(pipe, NOTHING)
-    cache = cache_of(pipe)
-    assert unified(cache) is Wan22S2VCachedBlocks
+    cache = find_cache(pipe)
+    assert type(unified_block(cache, pipe)) is Wan22S2VCachedBlocks
     pipe.transformer.injected.clear()
     assert torch.equal(pipe(), plain)
     checks = 2 * (len(each) // 24)  # the first forward of its kind is run plain, and held, once more
@@ -166,11 +165,11 @@ def test_s2v_holds_the_audio_with_the_blocks(last: int) -> None:
     pipe = Wan22S2VPipeline()
     plain = pipe()
     with holdover.enable(pipe, "cache_dit", **MUCH, Bn_compute_blocks=last) as cache:
-        assert unified(cache) is Wan22S2VCachedBlocks  # by the pipeline's name
+        assert type(unified_block(cache, pipe)) is Wan22S2VCachedBlocks  # by the pipeline's name
         pipe.transformer.injected.clear()
         output = pipe()
         generation = cache.stats().last
-        assert cache.engine.units[0].report.max_error < 1e-5
+        assert cache.reports()["transformer"].max_error < 1e-5
     assert [generation.trace(branch) for branch in generation.branches] == ["ChhChhChhChh"] * 2
     assert pipe.transformer.injected.count(0) > pipe.transformer.injected.count(2)
     assert 0 < (output - plain).abs().max() < 0.2 * plain.abs().max()
@@ -185,7 +184,7 @@ def test_wan22_caches_each_expert_over_the_steps_it_handles(boundary: float) -> 
     refresh = enable_cache_for_wan22(pipe, {"max_warmup_steps": 2, "residual_diff_threshold": 1.0})
     refresh(pipe, 12, False)
     run(pipe, **tiny.call(steps=12))
-    cache = cache_of(pipe)
+    cache = find_cache(pipe)
     generation = cache.stats().last
     high = sum(t / 1000 >= boundary for t in pipe.scheduler.timesteps.tolist())
     for branch in ("cond", "uncond"):
@@ -213,13 +212,13 @@ def test_wan22_masks_are_made_for_the_steps_of_each_expert() -> None:
 
 
 def test_cosmos3_decides_by_the_tokens_that_are_generated() -> None:
-    """diffusers hands its blocks the words first; judged by those, which never change, every step would be held."""
+    """diffusers passes the text tokens first; they never change, so by them every step would be held."""
     tiny = MODELS["Cosmos3OmniTransformer"]
     model = tiny.build()
     pipe = pipeline_of(model)
     before = snapshot(model)
     enable_cache_for_cosmos3(pipe, {"max_warmup_steps": 1, "residual_diff_threshold": 0.05})
-    cache = cache_of(pipe)
+    cache = find_cache(pipe)
     inputs = tiny.inputs()
     with torch.no_grad():
         for step, scale in enumerate((1.0, 1.0, 40.0, 40.0)):

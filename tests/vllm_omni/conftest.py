@@ -1,4 +1,4 @@
-"""The stand-in for vLLM-Omni, imported anew for each test that asks for it."""
+"""A small substitute for vLLM-Omni, imported again for each test that uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STANDIN = Path(__file__).with_name("standin")
 
 
 class Omni:
-    """The modules of the stand-in, imported when they are first asked for."""
+    """The modules of the substitute, imported at first use."""
 
     @property
     def plugins(self) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Pipelines as vLLM-Omni has them: modules that draw in their forward, made of tiny real diffusers models."""
+"""Pipelines as in vLLM-Omni: modules whose forward runs the whole loop, built from tiny diffusers models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import TOKENS, WIDTH, noise
 
-TOKENS_DRAWN = 16
+IMAGE_TOKENS = 16
 
 
 class DiffusersInside(nn.Module):
@@ -36,7 +36,7 @@ class DiffusersInside(nn.Module):
 
 
 class Loop(nn.Module):
-    """A loop of its own without a scheduler, its step count not always the one it was told; guidance over ranks."""
+    """A loop without a scheduler, whose step count may differ from the announced one; guidance over ranks."""
 
     def __init__(self, guided: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Loop(nn.Module):
     def forward(self, req: Any) -> torch.Tensor:
         asked = req.requests[0].sampling_params
         steps = asked.num_inference_steps or asked.call.get("steps", 8)
-        latents = noise(1, TOKENS_DRAWN, 16, seed=asked.call.get("seed", 0))
+        latents = noise(1, IMAGE_TOKENS, 16, seed=asked.call.get("seed", 0))
         for step in range(steps):
             level = 1 - step / steps
             latents = latents - self.predicted(latents, level) / steps
@@ -72,7 +72,7 @@ class Loop(nn.Module):
             encoder_hidden_states=self.prompts[index],
             pooled_projections=noise(1, WIDTH, seed=3),
             timestep=torch.tensor([level]),
-            img_ids=torch.zeros(TOKENS_DRAWN, 3),
+            img_ids=torch.zeros(IMAGE_TOKENS, 3),
             txt_ids=torch.zeros(TOKENS, 3),
             guidance=torch.tensor([3.5]),
             return_dict=False,

@@ -1,4 +1,4 @@
-"""One of two ranks: draws a guided request alone, then with the other rank in each of the ways vLLM-Omni has."""
+"""One of two ranks: runs a guided request alone, then with the other rank in each parallel mode of vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(backend: str) -> dict[str, Any]:
-    """The picture, and the decisions of each branch that this rank computed."""
+def generate(backend: str) -> dict[str, Any]:
+    """The image, and the decisions of each branch that this rank computed."""
     runner = DiffusionModelRunner(OmniDiffusionConfig(backend, METHODS[backend]))
     runner.load_model(Loop(guided=True))
-    picture = runner.execute_model(OmniDiffusionRequest(OmniDiffusionSamplingParams(8)))
+    image = runner.execute_model(OmniDiffusionRequest(OmniDiffusionSamplingParams(8)))
     last = runner.cache_backend.stats().last
-    return {"picture": picture, "decisions": {branch: last.trace(branch) for branch in last.branches}}
+    return {"image": image, "decisions": {branch: last.trace(branch) for branch in last.branches}}
 
 
 def refusal() -> str:
     try:
-        drawn("holdover_plan")
+        generate("holdover_plan")
     except EnableError as error:
         return str(error)
     return ""
@@ -47,11 +47,11 @@ def refusal() -> str:
 def main(folder: str, rank: str) -> None:
     torch.set_num_threads(1)
     load_omni_general_plugins()
-    found: dict[str, Any] = {"alone": {name: drawn(name) for name in METHODS}}
+    found: dict[str, Any] = {"alone": {name: generate(name) for name in METHODS}}
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2)
     for size in ("cfg", "sp"):
         parallel_state.initialize_model_parallel(**{size: 2})
-        found[size] = {name: drawn(name) for name in METHODS}
+        found[size] = {name: generate(name) for name in METHODS}
     parallel_state.initialize_model_parallel(pp=2)
     found["pp"] = refusal()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -1,6 +1,6 @@
-"""Draws with vLLM-Omni itself: its plugins, selector, config, runner, parallel state and a tiny FLUX transformer.
+"""Runs vLLM-Omni itself: its plugins, selector, config, runner, parallel state and a tiny FLUX transformer.
 
-It runs on the processor, which vLLM-Omni has no platform for, and writes one JSON object.
+It runs on the CPU, for which vLLM-Omni has no platform, and writes one JSON object.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def on_cpu() -> None:
-    """What vLLM-Omni asks of a platform, for the processor."""
+    """Let vLLM-Omni's platform describe the CPU."""
     platform: Any = type(current_omni_platform)
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_reserved", "max_memory_allocated"):
         setattr(platform, name, classmethod(lambda cls, *args: 0))
@@ -112,8 +112,8 @@ class Worker:
             with set_forward_context(vllm_config=self.vllm, omni_diffusion_config=self.omni):
                 self.transformer = tiny_flux(self.omni)
 
-    def draw(self, backend: str, settings: dict[str, Any], steps: int | None) -> tuple[torch.Tensor, str]:
-        """The picture, and which steps were held."""
+    def generate(self, backend: str, settings: dict[str, Any], steps: int | None) -> tuple[torch.Tensor, str]:
+        """The image, and which steps were held."""
         self.omni.cache_backend, self.omni.cache_config = backend, DiffusionCacheConfig.from_dict(settings)
         runner = diffusion_model_runner.DiffusionModelRunner(self.vllm, self.omni, torch.device("cpu"))
         runner.pipeline = Pipeline(self.transformer)
@@ -123,13 +123,13 @@ class Worker:
             cache.enable(runner.pipeline)
         asked = OmniDiffusionSamplingParams(num_inference_steps=steps)
         with set_current_vllm_config(self.vllm):
-            drawn = runner.execute_model(
+            generated = runner.execute_model(
                 OmniDiffusionRequest(prompt="red apple", sampling_params=asked, request_id="1")
             )
         if cache is None:
-            return drawn.output, ""
+            return generated.output, ""
         cache.disable()
-        return drawn.output, cache.stats().last.trace("1")
+        return generated.output, cache.stats().last.trace("1")
 
 
 def error(settings: dict[str, Any]) -> str:
@@ -153,9 +153,9 @@ def main(target: str) -> None:
     plain = selector.get_cache_backend
     load_omni_general_plugins()
     worker = Worker()
-    picture, _ = worker.draw("none", {}, STEPS)
-    same = {name: torch.equal(worker.draw(name, settings, STEPS)[0], picture) for name, settings in NOTHING.items()}
-    held = {name: [worker.draw(name, settings, n)[1] for n in (STEPS, None)] for name, settings in HOLDING.items()}
+    image, _ = worker.generate("none", {}, STEPS)
+    same = {name: torch.equal(worker.generate(name, settings, STEPS)[0], image) for name, settings in NOTHING.items()}
+    held = {name: [worker.generate(name, settings, n)[1] for n in (STEPS, None)] for name, settings in HOLDING.items()}
     own = type(selector.get_cache_backend("tea_cache", DiffusionCacheConfig.from_dict({}))).__module__
     unknown = error({"buget": 3})
     unregister()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import holdover
-from holdover.vllm_omni import METHODS, register, unregister
+from holdover.vllm_omni import method_names, register, unregister
 from holdover.vllm_omni.plugin import Selector
 
 GROUP = "vllm_omni.general_plugins"
@@ -32,7 +32,7 @@ def test_both_names_of_the_selector_are_replaced_whichever_is_imported_first(omn
 
 
 @pytest.mark.parametrize("first", ["plugin", "runner"])
-def test_unregister_restores_the_very_same_functions(omni, first):
+def test_unregister_restores_the_same_functions(omni, first):
     selector = omni.selector
     plain = selector.get_cache_backend
     if first == "runner":
@@ -77,7 +77,7 @@ def test_its_own_backends_and_its_own_errors_are_untouched(omni):
         get("deep_cache", {})
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS.items())
+@pytest.mark.parametrize(("name", "method"), method_names().items())
 def test_every_method_is_selectable_under_its_name(omni, name, method):
     register()
     backend = omni.runner_module.get_cache_backend(name, {})
@@ -117,6 +117,18 @@ try:
 except ImportError as error:
     print(error)
 """
+
+
+def test_importing_the_plugin_does_not_import_torch():
+    code = "import sys, holdover.vllm_omni; print({'torch', 'diffusers', 'cache_dit'} & set(sys.modules) or 'none')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "none", done.stderr
+
+
+def test_the_names_come_from_the_methods():
+    assert method_names() == {
+        f"holdover_{method}": method for method in ("tea_cache", "mag_cache", "cache_dit", "plan")
+    }
 
 
 def test_nothing_in_holdover_needs_vllm_before_it_is_registered(tmp_path: Path):

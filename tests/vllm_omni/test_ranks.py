@@ -1,4 +1,4 @@
-"""One request over two processes, on gloo: the branch is the rank's, and the picture is that of one process."""
+"""One request over two processes, on gloo: the branch is the rank's, and the image is that of one process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ METHODS = ["holdover_mag_cache", "holdover_tea_cache", "holdover_plan"]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two drew and decided; a rank that waits for ever is an error."""
+    """What each of the two generated and decided; a rank that hangs is an error."""
     folder = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join(map(str, (HERE / "standin", HERE, HERE.parent)))
+    paths = (HERE / "standin", HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(map(str, paths))
     environment = os.environ | {"PYTHONPATH": path}
     words = [sys.executable, str(HERE / "ranks_script.py"), str(folder)]
     running = [
@@ -36,12 +37,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_guidance_over_two_ranks_draws_what_one_process_draws(ranks, name):
+def test_guidance_over_two_ranks_generates_what_one_process_generates(ranks, name):
     alone = ranks[0]["alone"][name]
     assert "h" in "".join(alone["decisions"].values())
     for branch, rank in zip("12", ranks, strict=True):
         assert rank["cfg"][name]["decisions"] == {branch: alone["decisions"][branch]}
-        assert torch.equal(rank["cfg"][name]["picture"], alone["picture"])
+        assert torch.equal(rank["cfg"][name]["image"], alone["image"])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -49,7 +50,7 @@ def test_ranks_that_share_tokens_decide_as_one(ranks, name):
     alone = ranks[0]["alone"][name]
     for rank in ranks:
         assert rank["sp"][name]["decisions"] == alone["decisions"]
-        assert torch.equal(rank["sp"][name]["picture"], alone["picture"])
+        assert torch.equal(rank["sp"][name]["image"], alone["image"])
 
 
 def test_a_transformer_split_into_stages_is_refused(ranks):

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from holdover.selector import config_class
-from holdover.vllm_omni import METHODS
+from holdover.vllm_omni import method_names
 
 
 def installed() -> bool:
-    """The folder of these tests is itself a package called vllm_omni to Python, so a module inside is looked for."""
+    """This test folder is itself importable as vllm_omni, so look for a module inside the real package."""
     return all(importlib.util.find_spec(name) is not None for name in ("vllm", "vllm_omni")) and (
         importlib.util.find_spec("vllm_omni.plugins") is not None
     )
@@ -31,8 +31,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    script, target = Path(__file__).with_name("real_script.py"), tmp_path_factory.mktemp("real") / "drawn.json"
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script, target = Path(__file__).with_name("real_script.py"), tmp_path_factory.mktemp("real") / "results.json"
     done = subprocess.run(
         [sys.executable, str(script), str(target)],
         capture_output=True,
@@ -46,27 +46,27 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_with_nothing_held_its_own_flux_draws_the_same_bits(drawn, name):
-    assert drawn["same"][name]
+@pytest.mark.parametrize("name", method_names())
+def test_with_nothing_held_its_own_flux_generates_the_same_bits(results, name):
+    assert results["same"][name]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(drawn, name):
-    refreshed, not_refreshed = drawn["held"][name]
+@pytest.mark.parametrize("name", method_names())
+def test_steps_of_its_own_flux_are_held_whether_or_not_it_refreshes(results, name):
+    refreshed, not_refreshed = results["held"][name]
     assert len(refreshed) == 8
     assert refreshed.startswith("C")
     assert "h" in refreshed
     assert not_refreshed == refreshed
 
 
-def test_its_own_backends_its_errors_and_its_functions_are_untouched(drawn):
-    assert drawn["own"].startswith("vllm_omni.")
-    assert "Did you mean 'budget'" in drawn["unknown"]
-    assert drawn["restored"]
+def test_its_own_backends_its_errors_and_its_functions_are_untouched(results):
+    assert results["own"].startswith("vllm_omni.")
+    assert "Did you mean 'budget'" in results["unknown"]
+    assert results["restored"]
 
 
-@pytest.mark.parametrize("method", METHODS.values())
+@pytest.mark.parametrize("method", method_names().values())
 def test_its_defaults_and_ours_agree_where_both_have_a_setting(method):
     from vllm_omni.diffusion.data import DiffusionCacheConfig
 

@@ -1,4 +1,4 @@
-"""`--cache-config` becomes a method's own settings, whichever way vLLM-Omni hands it on."""
+"""`--cache-config` becomes a method's own settings, in each form vLLM-Omni passes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 import holdover
 from holdover.selector import config_class
-from holdover.vllm_omni import METHODS
-from holdover.vllm_omni.settings import config_for, request_settings
+from holdover.vllm_omni import config_for, method_names
+from holdover.vllm_omni.backend import request_settings
 
 SAID = {
     "plan": {"budget": "4x", "predictor": "newton", "guard": False},
@@ -28,22 +28,22 @@ def configured(omni):
     return configured
 
 
-@pytest.mark.parametrize("method", METHODS.values())
+@pytest.mark.parametrize("method", method_names().values())
 def test_keys_with_and_without_a_field_there_arrive(configured, method):
     wanted = config_class(method).from_dict(SAID[method])
     assert config_for(method, configured(**SAID[method])) == wanted
     assert config_for(method, SAID[method]) == wanted
 
 
-@pytest.mark.parametrize("method", METHODS.values())
+@pytest.mark.parametrize("method", method_names().values())
 def test_nothing_said_is_the_methods_defaults(configured, method):
     for nothing in (configured(), {}, None):
         assert config_for(method, nothing) == config_class(method)()
 
 
-@pytest.mark.parametrize("method", METHODS.values())
+@pytest.mark.parametrize("method", method_names().values())
 def test_its_defaults_and_ours_agree_where_both_have_a_setting(omni, method):
-    """Else a user who says nothing would get other values than the method's documentation says."""
+    """Otherwise a user without settings would not get the documented defaults."""
     theirs, ours = omni.data.DiffusionCacheConfig(), config_class(method)()
     both = {f.name for f in dataclasses.fields(theirs)} & set(ours.field_names())
     differing = [n for n in both if getattr(theirs, n) is not None and getattr(theirs, n) != getattr(ours, n)]
@@ -86,5 +86,5 @@ def test_requests_bring_settings_of_their_own(omni):
 
 @pytest.mark.parametrize("wish", ["on", 3, ["budget"], True])
 def test_a_wish_that_is_no_setting_is_an_error(omni, wish):
-    with pytest.raises(holdover.ConfigError, match="must be settings as an object, or 'off'"):
+    with pytest.raises(holdover.ConfigError, match="must be an object of settings, or 'off'"):
         request_settings(batch(omni, wish))

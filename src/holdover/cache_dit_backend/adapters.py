@@ -1,8 +1,14 @@
-"""Which lists of a transformer cache-dit caches, and with which contract of their blocks."""
+"""How a transformer is prepared for cache-dit: its block adapter, the unified blocks made from it, temporary patches.
+
+cache-dit runs a whole list of blocks as one unified block. The library puts it in the place of the list and patches
+pipeline and transformer for good. Here the unified blocks are only created; the runner lets the transformer's loop see
+them while a forward runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +22,29 @@ from cache_dit.caching import (
 )
 from torch import nn
 
-from ..errors import UnsupportedModelError
-from ..models.inputs import get_module_class
+from ..errors import ConfigError, UnsupportedModelError
+from ..models.inputs import get_module_class, unwrap_module
+from ..models.trace import find_block_lists
+from .config import CacheDiTConfig, context_settings, quiet_library
 from .contexts import StepContextManager
-from .patches import Patches
 
-# Classes whose name the library's register does not know: it looks pipelines up by theirs.
+# The library registers adapters by a prefix of the pipeline's name; these transformers are named differently.
 _REGISTERED_AS = {
     "SD3Transformer2DModel": "StableDiffusion3",
     "UVit2DModel": "Amused",
     "PriorTransformer": "ShapE",
 }
+# Patches that are only needed when a list is replaced by a list of one element, which never happens here.
+_UNNEEDED_PATCHES = ("FluxPatchFunctor", "DiTPatchFunctor", "ErnieImagePatchFunctor")
+_HOOKED_FORWARD = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 
 
 @dataclass
 class CacheDiTAdapterConfig:
-    """What a transformer class declares as `_cache_dit_adapter_config` to be cached by cache-dit.
+    """What a transformer class declares as `_cache_dit_adapter_config` so that cache-dit can cache it.
 
-    `block_forward_patterns` gives the contract of the blocks of each list by its attribute name. `has_separate_cfg` is
-    kept for code that sets it: branches are told apart by what they are.
+    `block_forward_patterns` maps the attribute name of each block list to the signature of its blocks.
+    `has_separate_cfg` is accepted and has no effect: holdover knows which branch a forward belongs to.
     """
 
     block_forward_patterns: dict[str, ForwardPattern]
@@ -43,10 +53,72 @@ class CacheDiTAdapterConfig:
     has_separate_cfg: bool = False
 
 
+class Patches:
+    """Values that attributes of some modules have only while a forward runs."""
+
+    def __init__(self) -> None:
+        self._values: dict[nn.Module, dict[str, Any]] = {}
+
+    def add(self, module: nn.Module, name: str, value: Any) -> None:
+        """Patch one attribute; a forward wrapped by an accelerate hook is patched inside the hook."""
+        if name == "forward" and "forward" in vars(module):
+            if _HOOKED_FORWARD not in vars(module):
+                raise UnsupportedModelError(
+                    f"cache-dit replaces the forward of {type(module).__name__}, but another hook has already replaced "
+                    "it: remove the hook, or use tea_cache or mag_cache."
+                )
+            name = _HOOKED_FORWARD
+        self._values.setdefault(module, {})[name] = value
+
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[None]:
+        """Put the values in place; on exit every module has exactly the attributes it had before."""
+        before = {module: dict(vars(module)) for module in self._values}
+        for module, values in self._values.items():
+            vars(module).update(values)
+        try:
+            yield
+        finally:
+            for module, values in self._values.items():
+                _restore(vars(module), before[module], values)
+
+    @classmethod
+    def record(cls, patch: Callable[[], object], transformer: nn.Module) -> Patches:
+        """The changes that `patch()` makes to the transformer's modules; they are undone at once."""
+        before = {module: (dict(vars(module)), dict(module._modules)) for module in transformer.modules()}
+        changes: list[tuple[nn.Module, str, Any]] = []
+        try:
+            patch()
+            for module, (attributes, children) in before.items():
+                for now, then in ((vars(module), attributes), (module._modules, children)):
+                    changes += [(module, n, v) for n, v in now.items() if n not in then or then[n] is not v]
+        finally:
+            for module, (attributes, children) in before.items():
+                _restore(vars(module), attributes, attributes)
+                _restore(module._modules, children, children)
+        patches = cls()
+        for change in changes:
+            patches.add(*change)
+        return patches
+
+
+def _restore(now: dict[str, Any], then: dict[str, Any], names: Iterable[str]) -> None:
+    for name in [name for name in now if name not in then]:
+        del now[name]
+    for name in names:
+        if name in then and now.get(name) is not then[name]:
+            now[name] = then[name]
+
+
 class StepAdapter(CachedAdapter):  # type: ignore[misc]
-    """Makes what cache-dit puts in the place of a list, and leaves pipelines and transformers alone."""
+    """Creates contexts and unified blocks without patching the pipeline's class or the transformer.
+
+    A subclass may set the class of its context manager and of its unified blocks (None: the library's own), and
+    `patches`.
+    """
 
     manager_class: type[StepContextManager] = StepContextManager
+    blocks_class: type[nn.Module] | None = None
 
     @classmethod
     def create_context(
@@ -58,14 +130,51 @@ class StepAdapter(CachedAdapter):  # type: ignore[misc]
         return names, contexts_kwargs
 
     @classmethod
+    def collect_unified_blocks(
+        cls, block_adapter: BlockAdapter, contexts_kwargs: list[dict[str, Any]]
+    ) -> list[dict[str, nn.ModuleList]]:
+        """For each transformer, the unified block of each list by the name of its context."""
+        if cls.blocks_class is None:
+            return list(super().collect_unified_blocks(block_adapter, contexts_kwargs))
+        BlockAdapter.assert_normalized(block_adapter)
+        collected = []
+        for i, transformer in enumerate(block_adapter.transformer):
+            fields = (block_adapter.blocks, block_adapter.blocks_name, block_adapter.unique_blocks_name)
+            lists = zip(*(field[i] for field in (*fields, block_adapter.forward_pattern)), strict=True)
+            unified = {
+                context: cls.blocks_class(
+                    blocks,
+                    transformer=transformer,
+                    forward_pattern=pattern,
+                    check_forward_pattern=block_adapter.check_forward_pattern,
+                    check_num_outputs=block_adapter.check_num_outputs,
+                    cache_prefix=name,
+                    cache_context=context,
+                    context_manager=block_adapter.pipe._context_manager,
+                )
+                for blocks, name, context, pattern in lists
+            }
+            collected.append({context: nn.ModuleList([block]) for context, block in unified.items()})
+        return collected
+
+    @classmethod
     def patches(cls, transformer: nn.Module) -> Patches:
-        """What must be different on the transformer while a forward runs."""
+        """What must be changed on the transformer while a forward runs."""
         return Patches()
 
 
+# Finding the block adapter of a transformer
+
+
+def declared_config(transformer: nn.Module) -> CacheDiTAdapterConfig | None:
+    """What the transformer's class declares as `_cache_dit_adapter_config`."""
+    declared: CacheDiTAdapterConfig | None = getattr(transformer, "_cache_dit_adapter_config", None)
+    return declared
+
+
 def declared_adapter(transformer: nn.Module) -> BlockAdapter | None:
-    """The adapter a transformer's class declares."""
-    declared = _declaration(transformer)
+    """The block adapter that the transformer's class declares, if any."""
+    declared = declared_config(transformer)
     if declared is None:
         return None
     names = list(declared.block_forward_patterns)
@@ -73,7 +182,7 @@ def declared_adapter(transformer: nn.Module) -> BlockAdapter | None:
     if missing or not names:
         raise UnsupportedModelError(
             f"{type(transformer).__name__}._cache_dit_adapter_config names {', '.join(missing) or 'no list'}: "
-            "each must be an attribute that is a ModuleList."
+            "each name must be an attribute that is a ModuleList."
         )
     return BlockAdapter(
         pipe=FakeDiffusionPipeline(transformer),
@@ -86,68 +195,169 @@ def declared_adapter(transformer: nn.Module) -> BlockAdapter | None:
     )
 
 
-def declared_adapter_cls(transformer: nn.Module) -> type[CachedAdapter] | None:
-    """The adapter class a transformer's class declares."""
-    declared = _declaration(transformer)
-    return None if declared is None else declared.cached_adapter_cls
-
-
-def _declaration(transformer: nn.Module) -> CacheDiTAdapterConfig | None:
-    declared: CacheDiTAdapterConfig | None = getattr(transformer, "_cache_dit_adapter_config", None)
-    return declared
-
-
 def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
-    """The adapter the library has for a class of diffusers, with nothing on the transformer changed yet."""
+    """The library's block adapter for a transformer of diffusers; the transformer is not changed yet."""
     class_name = get_module_class(transformer).__name__
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)
+    unknown = UnsupportedModelError(
+        f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
+        "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, which "
+        "trace any transformer."
+    )
     if name is None:
-        raise _unknown(class_name)
-    place = FakeDiffusionPipeline(transformer)
-    place.prior = transformer
+        raise unknown
+    pipe = FakeDiffusionPipeline(transformer)
+    pipe.prior = transformer
     try:
-        adapter = registered[name](place, skip_post_init=True)
+        adapter = registered[name](pipe, skip_post_init=True)
     except (AssertionError, AttributeError, ImportError):
-        raise _unknown(class_name) from None
+        raise unknown from None
     adapter.maybe_fill_attrs()
     adapter.maybe_skip_checks()
     return adapter
 
 
-def _unknown(class_name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
-        "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, which "
-        "trace any transformer."
-    )
-
-
-def part_of(adapter: BlockAdapter, transformer: nn.Module) -> BlockAdapter | None:
-    """The part of an adapter that is about one of its transformers."""
-    several: Sequence[nn.Module] = BlockAdapter.flatten(
-        adapter.transformer if isinstance(adapter.transformer, list) else [adapter.transformer]
-    )
-    place = next((i for i, each in enumerate(several) if each is transformer), None)
-    if place is None:
+def adapter_for(adapter: BlockAdapter, transformer: nn.Module) -> BlockAdapter | None:
+    """The part of a block adapter that describes one of its transformers; None if it describes others only."""
+    transformers = adapter.transformer if isinstance(adapter.transformer, list) else [adapter.transformer]
+    transformers = BlockAdapter.flatten(transformers)
+    index = next((i for i, each in enumerate(transformers) if each is transformer), None)
+    if index is None:
         return None
-    if len(several) == 1:
+    if len(transformers) == 1:
         return adapter
-    fields = ("blocks", "blocks_name", "forward_pattern", "dummy_blocks_names", "params_modifiers")
-    own: Mapping[str, Any] = {name: _at(getattr(adapter, name), place) for name in fields}
+    part = {}
+    for name in ("blocks", "blocks_name", "forward_pattern", "dummy_blocks_names", "params_modifiers"):
+        values = getattr(adapter, name)
+        if values:
+            values = values[index] if isinstance(values[index], list) else [values[index]]
+        part[name] = values
     return BlockAdapter(
         pipe=FakeDiffusionPipeline(transformer),
         transformer=transformer,
         check_forward_pattern=adapter.check_forward_pattern,
         check_num_outputs=adapter.check_num_outputs,
         has_separate_cfg=adapter.has_separate_cfg,
-        **own,
+        **part,
     )
 
 
-def _at(attribute: Any, place: int) -> Any:
-    if not attribute:
-        return attribute
-    found = attribute[place]
-    return found if isinstance(found, list) else [found]
+# A transformer with its unified blocks
+
+
+@dataclass(frozen=True)
+class UnifiedBlock:
+    """The one block that cache-dit makes of a list, and the lists whose blocks it runs."""
+
+    name: str
+    block: Any
+    sources: tuple[nn.ModuleList, ...]
+    pattern: str
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks it runs, as they are now."""
+        return [block for source in self.sources for block in nn.ModuleList.__iter__(source)]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.blocks())} blocks, {self.pattern})"
+
+
+@dataclass(frozen=True)
+class AdaptedTransformer:
+    """What the runner needs to run one transformer through cache-dit.
+
+    `emptied` are the lists that the transformer must see as empty, because a unified block runs their blocks.
+    """
+
+    lists: tuple[UnifiedBlock, ...]
+    emptied: tuple[str, ...]
+    patches: Patches
+    adapter_cls: type[CachedAdapter]
+    block_adapter: BlockAdapter
+
+    @property
+    def manager_class(self) -> type[StepContextManager]:
+        """The class of the context manager."""
+        return self.adapter_cls.manager_class if issubclass(self.adapter_cls, StepAdapter) else StepContextManager
+
+    def contexts(self, settings: CacheDiTConfig) -> list[dict[str, Any]]:
+        """The settings of each list's context, including what the adapter changes for that list."""
+        with quiet_library():
+            _, contexts = self.adapter_cls.modify_context_params(self.block_adapter, **context_settings(settings))
+        for context, unified in zip(contexts, self.lists, strict=True):
+            config, count = context["cache_config"], len(unified.blocks())
+            config.enable_separate_cfg, config.num_inference_steps, config.force_refresh_step_hint = False, None, None
+            if config.Fn_compute_blocks + config.Bn_compute_blocks > count:
+                raise ConfigError(
+                    f"{unified.name} has {count} blocks: Fn_compute_blocks + Bn_compute_blocks must be at most "
+                    f"{count}, not {config.Fn_compute_blocks} + {config.Bn_compute_blocks}."
+                )
+        return list(contexts)
+
+    def __str__(self) -> str:
+        return "cache-dit: " + ", ".join(map(str, self.lists))
+
+
+class TransformerAdapter:
+    """Adapts transformers: with the block adapter given here, the one their class declares, or the library's."""
+
+    def __init__(
+        self, block_adapter: BlockAdapter | None = None, adapter_cls: type[CachedAdapter] | None = None
+    ) -> None:
+        self._block_adapter, self._adapter_cls = block_adapter, adapter_cls
+        self._adapted: dict[nn.Module, AdaptedTransformer] = {}
+
+    def adapt(self, transformer: nn.Module, pipeline: Any = None) -> AdaptedTransformer:
+        """The adapted transformer, created at the first call."""
+        transformer = unwrap_module(transformer)
+        if transformer not in self._adapted:
+            with quiet_library():
+                self._adapted[transformer] = self._adapt(transformer, pipeline)
+        return self._adapted[transformer]
+
+    def clear(self) -> None:
+        """Forget all adapted transformers."""
+        self._adapted.clear()
+
+    def _adapt(self, transformer: nn.Module, pipeline: Any) -> AdaptedTransformer:
+        adapter = None if self._block_adapter is None else adapter_for(self._block_adapter, transformer)
+        adapter = adapter or declared_adapter(transformer) or library_adapter(transformer, pipeline)
+        declared = declared_config(transformer)
+        cls = self._adapter_cls or (declared and declared.cached_adapter_cls) or StepAdapter
+        adapter.pipe = FakeDiffusionPipeline(transformer)
+        patches = cls.patches(transformer) if issubclass(cls, StepAdapter) else Patches()
+        functor = adapter.patch_functor
+        if functor is not None and type(functor).__name__ not in _UNNEEDED_PATCHES:
+            patches = Patches.record(lambda: functor.apply(transformer), transformer)
+        try:
+            with patches.apply():
+                lists = tuple(_unified_blocks(transformer, BlockAdapter.normalize(adapter), cls))
+        except AssertionError as error:
+            raise UnsupportedModelError(
+                f"{get_module_class(transformer).__name__} does not match its cache-dit adapter: {error}"
+            ) from None
+        return AdaptedTransformer(lists, tuple(adapter.dummy_blocks_names[0]), patches, cls, adapter)
+
+
+def _unified_blocks(transformer: nn.Module, adapter: BlockAdapter, cls: type[CachedAdapter]) -> Iterator[UnifiedBlock]:
+    """The unified block of each list of a normalized adapter."""
+    (names,), (unique,), (patterns,) = adapter.blocks_name, adapter.unique_blocks_name, adapter.forward_pattern
+    own = find_block_lists(transformer)
+    sources = []
+    for name, blocks in zip(names, adapter.blocks[0], strict=True):
+        wanted = {id(block) for block in blocks}
+        found = tuple(each for each in own.values() if {id(block) for block in each} <= wanted)
+        if name not in own or sum(map(len, found)) != len(blocks):
+            raise UnsupportedModelError(
+                f"{get_module_class(transformer).__name__}.{name} is not a list of blocks that the transformer iterates over, "
+                "so cache-dit cannot replace it."
+            )
+        sources.append(found)
+    adapter.blocks = [[list(blocks) for blocks in adapter.blocks[0]]]
+    creator = cls if issubclass(cls, StepAdapter) else StepAdapter  # any other class would patch the pipeline's class
+    _, contexts = creator.create_context(adapter, **context_settings(CacheDiTConfig()))
+    (collected,) = cls.collect_unified_blocks(adapter, contexts)
+    for name, key, pattern, source in zip(names, unique, patterns, sources, strict=True):
+        yield UnifiedBlock(name, collected[key][0], source, pattern.name)

@@ -1,35 +1,37 @@
-"""cache-dit as a backend."""
+"""The cache-dit backend, the documented functions that enable it on a pipeline, and its summary."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from cache_dit.caching import BlockAdapter, CachedAdapter
+from cache_dit.caching import BlockAdapter, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
-from ..config import Config
-from ..errors import EnableError
-from ..runtime.backend import SeamBackend, cache_of, transformers_of
-from .adapters import declared_adapter, declared_adapter_cls
-from .config import CacheDiTConfig
-from .fitting import Fitter
-from .library import quiet
+from ..base import CacheBackend
+from ..engine.backend import EngineBackend, find_cache, find_transformers
+from ..errors import EnableError, NotEnabledError, UnsupportedModelError
+from ..models.inputs import unwrap_module
+from .adapters import TransformerAdapter, declared_adapter, declared_config
+from .config import CacheDiTConfig, quiet_library
 from .method import CacheDiTMethod
+from .model_adapters import Wan22S2VCachedAdapter
 
 logger = logging.getLogger(__name__)
 
-# From the name of a pipeline's or a transformer's class to what enables cache-dit on it: register your own here.
-CUSTOM_DIT_ENABLERS: dict[str, Callable[..., Any]] = {}
+RefreshCacheContextFunc: TypeAlias = Callable[[Any, int, bool], None]
 
 
 def default_get_pipeline_transformer(pipeline: Any) -> Any:
-    """A pipeline's transformer; a transformer is its own."""
+    """The transformer of a pipeline; a transformer is returned as it is."""
     return getattr(pipeline, "transformer", pipeline)
 
 
-class CacheDiTBackend(SeamBackend):
+class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
     """cache-dit: hold while the residual of the first blocks has changed little (DBCache), with TaylorSeer and SCM."""
 
     config_class = CacheDiTConfig
@@ -41,21 +43,23 @@ class CacheDiTBackend(SeamBackend):
         adapter_cls: type[CachedAdapter] | None = None,
     ) -> None:
         super().__init__(config)
-        self._fitter = Fitter(block_adapter, adapter_cls)
+        self._adapter = TransformerAdapter(block_adapter, adapter_cls)
 
     @staticmethod
     def maybe_build_block_adapter(pipeline: Any) -> BlockAdapter | None:
-        """The adapter that the transformer's class declares as `_cache_dit_adapter_config`, if it does."""
-        with quiet():
+        """The block adapter that the transformer's class declares as `_cache_dit_adapter_config`, if any."""
+        with quiet_library():
             return declared_adapter(default_get_pipeline_transformer(pipeline))
 
     @staticmethod
     def maybe_get_cached_adapter_cls(pipeline: Any) -> type[CachedAdapter] | None:
-        """The adapter class that the transformer's class declares, if it does."""
-        return declared_adapter_cls(default_get_pipeline_transformer(pipeline))
+        """The adapter class that the transformer's class declares, if any."""
+        declared = declared_config(default_get_pipeline_transformer(pipeline))
+        return None if declared is None else declared.cached_adapter_cls
 
     def enable(self, pipeline: Any) -> None:
-        enabler = _enabler_for(pipeline)
+        names = [type(each).__name__ for each in (pipeline, *find_transformers(pipeline).values())]
+        enabler = next((CUSTOM_DIT_ENABLERS[name] for name in names if name in CUSTOM_DIT_ENABLERS), None)
         if enabler is None:
             self.enable_directly(pipeline)
             return
@@ -65,33 +69,153 @@ class CacheDiTBackend(SeamBackend):
         self._take_over(pipeline, enabler)
 
     def enable_directly(self, pipeline: Any) -> None:
-        """Put the cache on without asking for an enabler: what every enabler ends with."""
+        """Enable without looking for a custom enabler; every enabler ends here."""
+        if self._engine is None:
+            self._adapter.clear()
         super().enable(pipeline)
-        logger.info("cache-dit is on this %s: %s", type(pipeline).__name__, "; ".join(self._running().notes))
+        logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
 
     def _take_over(self, pipeline: Any, enabler: Callable[..., Any]) -> None:
-        """The enabler has put a cache of its own on the pipeline: it is this one's now."""
-        found = cache_of(pipeline)
-        if not isinstance(found, CacheDiTBackend) or found.engine is None:
+        """Become the owner of the cache that the enabler has put on the pipeline."""
+        found = find_cache(pipeline)
+        if not isinstance(found, CacheDiTBackend) or found._engine is None:
             raise EnableError(
-                f"The enabler {enabler.__name__} has put no holdover cache on this {type(pipeline).__name__}: let it "
-                "end with `return enable_cache_for_dit(pipeline, cache_config, block_adapter)`."
+                f"The enabler {enabler.__name__} has put no holdover cache on this {type(pipeline).__name__}: end it "
+                "with `return enable_cache_for_dit(pipeline, cache_config, block_adapter)`."
             )
-        self._engine, self._fitter, self.enabled = found.engine, found._fitter, True
+        self._engine, self._adapter, self.enabled = found._engine, found._adapter, True
         self._engine.owner = self
         found._engine, found.enabled = None, False
 
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
-        if len(self._running().units) == 1 and type(num_inference_steps) is int and num_inference_steps > 0:
-            self.method(self.settings).check_steps(num_inference_steps)
+        if (
+            len(self._require_engine().transformers) == 1
+            and type(num_inference_steps) is int
+            and num_inference_steps > 0
+        ):
+            self.settings.check_steps(num_inference_steps)
         super().refresh(pipeline, num_inference_steps, verbose)
 
-    def method(self, settings: Config) -> CacheDiTMethod:
-        assert isinstance(settings, CacheDiTConfig)
-        return CacheDiTMethod(settings, self._fitter)
+    def make_method(self, settings: CacheDiTConfig) -> CacheDiTMethod:
+        return CacheDiTMethod(settings, self._adapter)
 
 
-def _enabler_for(pipeline: Any) -> Callable[..., Any] | None:
-    modules: list[nn.Module] = list(transformers_of(pipeline).values())
-    names = [type(each).__name__ for each in (pipeline, *modules)]
-    return next((CUSTOM_DIT_ENABLERS[name] for name in names if name in CUSTOM_DIT_ENABLERS), None)
+# The documented functions: each enables the backend on a pipeline and returns a function that refreshes it.
+
+
+def build_cache_context_refresh(
+    cache_config: Any, get_pipeline_transformer: Callable[[Any], Any] = default_get_pipeline_transformer
+) -> RefreshCacheContextFunc:
+    """A function `(pipeline, num_inference_steps, verbose=True)` that starts a generation of that many steps."""
+    settings = CacheDiTBackend(cache_config).settings
+
+    def refresh(pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
+        transformer = get_pipeline_transformer(pipeline)
+        cache = _cache_on(transformer)
+        if len(find_transformers(pipeline)) == 1:
+            settings.check_steps(num_inference_steps)
+        cache.refresh(transformer, num_inference_steps, verbose)
+
+    return refresh
+
+
+def enable_cache_for_dit(
+    pipeline: Any,
+    cache_config: Any,
+    block_adapter: BlockAdapter | None = None,
+    adapter_cls: type[CachedAdapter] | None = None,
+) -> RefreshCacheContextFunc:
+    """Enable cache-dit with this block adapter, else the one the transformer declares, else the library's own."""
+    CacheDiTBackend(cache_config, block_adapter, adapter_cls).enable_directly(pipeline)
+    return build_cache_context_refresh(cache_config)
+
+
+def enable_cache_for_wan22(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
+    """Enable cache-dit on Wan2.2, on one expert or both; each is cached over the steps it runs."""
+    experts = [name for name in ("transformer", "transformer_2") if getattr(pipeline, name, None) is not None]
+    adapter = _block_adapter(pipeline, experts, "blocks", ForwardPattern.Pattern_2)
+    return enable_cache_for_dit(pipeline, cache_config, adapter)
+
+
+def enable_cache_for_wan22_s2v(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
+    """Enable cache-dit on Wan2.2 S2V; audio is injected between the blocks as before, also after disable()."""
+    adapter = _block_adapter(pipeline, ["transformer"], "blocks", ForwardPattern.Pattern_3)
+    return enable_cache_for_dit(pipeline, cache_config, adapter, Wan22S2VCachedAdapter)
+
+
+def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
+    """Enable cache-dit on Cosmos3, on its generating pathway: `gen_layers` if the transformer has that list.
+
+    The transformer of diffusers runs both pathways in one list; there the library's own adapter holds both.
+    """
+    if not hasattr(default_get_pipeline_transformer(pipeline), "gen_layers"):
+        return enable_cache_for_dit(pipeline, cache_config)
+    adapter = CacheDiTBackend.maybe_build_block_adapter(pipeline)
+    if adapter is None:
+        adapter = _block_adapter(pipeline, ["transformer"], "gen_layers", ForwardPattern.Pattern_3)
+    return enable_cache_for_dit(pipeline, cache_config, adapter)
+
+
+def _block_adapter(pipeline: Any, transformers: list[str], blocks: str, pattern: ForwardPattern) -> BlockAdapter | None:
+    """A block adapter for one list of some transformers; None for those of diffusers, which the library knows."""
+    modules = [unwrap_module(getattr(pipeline, name, pipeline)) for name in transformers]
+    if all(type(module).__module__.startswith("diffusers.") for module in modules):
+        return None
+    for module in modules:
+        if not isinstance(getattr(module, blocks, None), nn.ModuleList):
+            raise UnsupportedModelError(f"{type(module).__name__} has no list `{blocks}` of blocks to cache.")
+    with quiet_library():
+        return BlockAdapter(
+            pipe=FakeDiffusionPipeline(modules[0]),
+            transformer=modules,
+            blocks=[getattr(module, blocks) for module in modules],
+            blocks_name=[blocks] * len(modules),
+            forward_pattern=[pattern] * len(modules),
+            check_forward_pattern=False,
+        )
+
+
+def may_enable_cache_dit(pipeline: Any, od_config: Any) -> CacheDiTBackend | None:
+    """Enable cache-dit if the serving engine's config selects it with settings; otherwise return None."""
+    if od_config.cache_backend not in ("cache_dit", "cache-dit") or not od_config.cache_config:
+        return None
+    backend = CacheDiTBackend(od_config.cache_config)
+    backend.enable(pipeline)
+    return backend
+
+
+# Functions that enable cache-dit, by the class name of the pipeline or the transformer; register your own here.
+CUSTOM_DIT_ENABLERS: dict[str, Callable[..., Any]] = {
+    "Wan22Pipeline": enable_cache_for_wan22,
+    "Wan22I2VPipeline": enable_cache_for_wan22,
+    "Wan22TI2VPipeline": enable_cache_for_wan22,
+    "Wan22VACEPipeline": enable_cache_for_wan22,
+    "Wan22S2VPipeline": enable_cache_for_wan22_s2v,
+    "Cosmos3OmniDiffusersPipeline": enable_cache_for_cosmos3,
+}
+
+
+def cache_summary(pipeline: Any, details: bool = True) -> None:
+    """Print a table of computed and held steps; with `details`, also the trace of steps and the reasons."""
+    stats = _cache_on(pipeline).stats()
+    columns = ("branch", "computed", "held", *(("steps", "why") if details else ()))
+    table = Table(*columns, title=f"{stats.method}: {stats.computed} computed, {stats.held} held", title_justify="left")
+    if (last := stats.last) is not None:
+        for branch in last.branches:
+            row = [branch, str(last.computed[branch]), str(last.held[branch])]
+            if details:
+                reasons = Counter(visit.reason for visit in last.of_branch(branch))
+                row += [last.trace(branch), "; ".join(f"{count} x {reason}" for reason, count in reasons.items())]
+            table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for note in stats.notes if details else ():
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _cache_on(target: Any) -> CacheBackend:
+    """The cache on a pipeline or transformer; an error if there is none."""
+    cache = find_cache(target)
+    if cache is None:
+        raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")
+    return cache

@@ -1,25 +1,100 @@
-"""Settings of the cache-dit backend."""
+"""Settings of the cache-dit backend, and their translation into the cache-dit library's own."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import cache_dit
+from cache_dit.caching import DBCacheConfig, TaylorSeerCalibratorConfig
 
 from ..base import CacheDiTSettings
 from ..config import setting
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
 class CacheDiTConfig(CacheDiTSettings):
     """Hold while the residual of the first blocks differs by less than `residual_diff_threshold` (DBCache).
 
-    The first `Fn_compute_blocks` and the last `Bn_compute_blocks` of every list run at every step; what lies between is
-    held. `enable_taylorseer` extrapolates what is held. `scm_steps_mask_policy` says beforehand which steps are
-    computed; the others may be held (`scm_steps_policy="dynamic"`) or are (`"static"`).
+    The first `Fn_compute_blocks` and the last `Bn_compute_blocks` of every list run at every step; the blocks between
+    them are held. `enable_taylorseer` extrapolates the held residual. `scm_steps_mask_policy` selects a mask of
+    computed steps: the other steps may be held (`scm_steps_policy="dynamic"`) or are always held (`"static"`).
     """
 
     method: ClassVar[str] = "cache_dit"
     color: ClassVar[str] = "amber"
     vllm_omni: ClassVar[str] = "holdover_cache_dit"
 
-    num_inference_steps: int | None = setting(None, ge=1, doc="number of steps where no scheduler says it")
+    num_inference_steps: int | None = setting(None, ge=1, doc="number of steps if there is no scheduler")
+
+    def check_steps(self, steps: int) -> None:
+        """Raise a ConfigError if the SCM policy has no mask for that many steps."""
+        if self.scm_steps_mask_policy is not None:
+            steps_mask(self.scm_steps_mask_policy, steps)
+
+
+def context_settings(settings: CacheDiTConfig) -> dict[str, Any]:
+    """Keyword arguments for a cache-dit context, without a mask.
+
+    The number of steps, the branch and the refresh step are left out: holdover knows them, so the library must not
+    count them itself.
+    """
+    cache_config = DBCacheConfig(
+        Fn_compute_blocks=settings.Fn_compute_blocks,
+        Bn_compute_blocks=settings.Bn_compute_blocks,
+        max_warmup_steps=settings.max_warmup_steps,
+        max_cached_steps=settings.max_cached_steps,
+        max_continuous_cached_steps=settings.max_continuous_cached_steps,
+        residual_diff_threshold=settings.residual_diff_threshold,
+        steps_computation_policy=settings.scm_steps_policy,
+        enable_separate_cfg=False,
+    )
+    calibrator = TaylorSeerCalibratorConfig(taylorseer_order=settings.taylorseer_order)
+    return {
+        "cache_config": cache_config,
+        "calibrator_config": calibrator if settings.enable_taylorseer else None,
+    }
+
+
+def steps_mask(policy: str, steps: int, transformer: str = "") -> list[int]:
+    """The library's SCM mask for exactly `steps` steps; 1 computes a step.
+
+    `transformer` names the expert that runs these steps, for the error message.
+    """
+    try:
+        mask: list[int] = cache_dit.steps_mask(mask_policy=policy, total_steps=steps)
+    except AssertionError:
+        owner = f" that {transformer} handles" if transformer else ""
+        raise ConfigError(
+            f"SCM has no mask for the {steps} steps{owner}: it has masks for 4, 6, and 8 or more steps. Change the "
+            "number of steps, or leave scm_steps_mask_policy out."
+        ) from None
+    if len(mask) != steps:
+        raise ConfigError(
+            f"SCM's mask {policy!r} for {steps} steps has {len(mask)} entries: leave scm_steps_mask_policy out."
+        )
+    return mask
+
+
+@contextlib.contextmanager
+def quiet_library() -> Iterator[None]:
+    """Silence the library's log below ERROR, unless CACHE_DIT_LOG_LEVEL is set."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith("cache_dit") and isinstance(logger, logging.Logger)
+    ]
+    levels = [logger.level for logger in loggers]
+    if "CACHE_DIT_LOG_LEVEL" not in os.environ:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,8 +1,11 @@
-"""cache-dit's contexts of one branch in one generation: told the step, never left to count it."""
+"""cache-dit's contexts of one branch in one generation.
+
+The library counts forwards to find the step and the branch. Here both are known: each branch has contexts of its own,
+and they are set to the step before the forward runs. This module knows the library and nothing of the engine.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,55 +14,57 @@ from cache_dit.caching import CachedContext, CachedContextManager
 
 from ..errors import UnsupportedModelError
 from ..policies.base import NOTHING_HELD, OFF, Decision
-from ..runtime.exchange import change_over
-from ..runtime.ranks import ALONE, Groups
-from ..runtime.residuals import Held
 
 WARM_UP = Decision(True, "warm-up")
 MASK_COMPUTES = Decision(True, "the mask computes this step")
 MASK_HOLDS = Decision(False, "the mask holds this step")
 CHANGED = Decision(True, "the first blocks changed too much")
 UNCHANGED = Decision(False, "the first blocks changed little")
-ENOUGH = Decision(True, "as many steps as allowed are held")
-NEVER = Decision(True, "a pass of this kind is never held")
+LIMIT_REACHED = Decision(True, "as many steps as allowed are held")
+NEVER_HELD = Decision(True, "a pass of this kind is never held")
+
+Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StepContextManager(CachedContextManager):  # type: ignore[misc]
-    """The contexts of one branch, one for each list of blocks, at a step that is known."""
+    """The library's contexts of one branch, one for each list of blocks, set to a known step.
+
+    `distance(now, before)` replaces the library's comparison of residuals where several ranks must decide alike.
+    """
 
     def __init__(self, name: str = "holdover") -> None:
         super().__init__(name=name)
         self.replaying = False
-        self.groups = ALONE
+        self.distance: Distance | None = None
         self.decisions: dict[str, Decision] = {}
         self._step = -1
-        self._missed = 0
+        self._skipped = 0
 
     @property
     def contexts(self) -> tuple[CachedContext, ...]:
         """The context of each list."""
         return tuple(self._cached_context_manager.values())
 
-    def begin(self, step: int) -> None:
-        """The forward that comes is at this step, counted from where the contexts began."""
-        self._missed, self._step = max(step - self._step - 1, 0), step
+    def set_step(self, step: int) -> None:
+        """Set the step of the next forward, counted from the first step of these contexts."""
+        self._skipped, self._step = max(step - self._step - 1, 0), step
         self.decisions.clear()
         for context in self.contexts:
             context.executed_steps = context.transformer_executed_steps = step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mark_step_begin(self) -> None:
-        """Move to the step, with the calibrators over the steps this branch was not run at."""
+        """Begin the step; calibrators also advance over steps at which this branch did not run."""
         if self.replaying:
             return
         super().mark_step_begin()
         for calibrator in self.current_context.get_calibrators():
-            for _ in range(self._missed if calibrator is not None else 0):
+            for _ in range(self._skipped if calibrator is not None else 0):
                 calibrator.mark_step_begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_cached_step(self) -> None:
-        """Count a held step; a replayed one is none."""
+        """Count a held step, unless it is a replay."""
         if not self.replaying:
             super().add_cached_step()
 
@@ -71,14 +76,14 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         threshold: float | None = None,
         prefix: str = "Fn",
     ) -> bool:
-        """Ask the library, and note what it decided and why."""
+        """Let the library decide, and record its decision and the reason."""
         if self.replaying:
             return True
         context = self.current_context
         if context.name in self.decisions:
             raise UnsupportedModelError(f"The model runs {prefix.removesuffix('_Fn_residual')} twice in one forward.")
         held = bool(context.buffers) and super().can_cache(states_tensor, False, threshold, prefix)
-        self.decisions[context.name] = _reason(context, held)
+        self.decisions[context.name] = _decision(context, held)
         return held
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -91,24 +96,34 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         parallelized: bool = False,
         prefix: str = "Fn",
     ) -> bool:
-        """Compare over the ranks that must decide alike; the library would average over every rank there is."""
-        if not self.groups.in_step or not 0.0 < threshold < 1.0:
+        """Compare over the ranks that must decide alike; the library would average over all ranks."""
+        if self.distance is None or not 0.0 < threshold < 1.0:
             return bool(super().similarity(before, now, threshold=threshold, parallelized=parallelized, prefix=prefix))
-        change = float(change_over(self.groups, now, before))
+        change = float(self.distance(now, before))
         self.add_residual_diff(change)
         return change < threshold
 
-    def decided(self) -> Decision:
-        """What was decided for the step: held where any list was, with the lists named where they differ."""
-        made = list(self.decisions.values())
+    def decision(self) -> Decision:
+        """The decision of the last step: held if any list was held; the reason names the lists if they differ."""
+        decisions = list(self.decisions.values())
         held = [name for name, decision in self.decisions.items() if not decision.compute]
-        if not held or len(held) == len(made):
-            return made[0] if made else NEVER
+        if not held or len(held) == len(decisions):
+            return decisions[0] if decisions else NEVER_HELD
         lists = ", ".join(name.rpartition("_")[0] for name in held)
         return Decision(False, f"{self.decisions[held[0]].reason}, in {lists} only")
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor the contexts keep: residuals, and the derivatives of the calibrators."""
+        found = [value for context in self.contexts for value in context.buffers.values()]
+        for context in self.contexts:
+            for calibrator in context.get_calibrators():
+                states = [] if calibrator is None else calibrator.states.values()
+                found += [t for state in states for derivatives in state.state.values() for t in derivatives]
+        return [value for value in found if isinstance(value, torch.Tensor)]
 
-def _reason(context: CachedContext, held: bool) -> Decision:
+
+def _decision(context: CachedContext, held: bool) -> Decision:
+    """The library's decision with its reason, read from the context it has just updated."""
     masked = context.cache_config.steps_computation_mask is not None
     if held:
         return MASK_HOLDS if masked and context.cache_config.steps_computation_policy == "static" else UNCHANGED
@@ -120,43 +135,35 @@ def _reason(context: CachedContext, held: bool) -> Decision:
         return MASK_COMPUTES
     if str(context.get_current_step()) in context.residual_diffs:
         return CHANGED
-    return OFF if context.get_residual_diff_threshold() <= 0 else ENOUGH
-
-
-@dataclasses.dataclass(frozen=True)
-class Restart:
-    """Where in a generation everything begins anew: at one step, at each multiple of it, or nowhere."""
-
-    step: int | None
-    repeat: bool
-
-    def origin(self, step: int) -> int:
-        """The step from which this one is counted."""
-        if not self.step or step < self.step:
-            return 0
-        return step - step % self.step if self.repeat else self.step
+    return OFF if context.get_residual_diff_threshold() <= 0 else LIMIT_REACHED
 
 
 class BranchContexts:
-    """What cache-dit remembers of one branch: made anew when a generation begins, or when it no longer fits."""
+    """The policy state of one branch: its context manager, created again whenever the contexts must start over.
+
+    `contexts` are the settings of each list's context, `first` is the first step this transformer runs, and
+    `refresh_step` is the step (with `repeat`: each multiple of it) at which everything starts over.
+    """
 
     def __init__(
         self,
-        manager: type[StepContextManager],
+        manager_class: type[StepContextManager],
         contexts: Sequence[dict[str, Any]],
-        restart: Restart,
-        first: int,
-        groups: Groups = ALONE,
+        *,
+        first: int = 0,
+        refresh_step: int | None = None,
+        repeat: bool = False,
+        distance: Distance | None = None,
     ) -> None:
-        self._manager_class, self._kwargs, self._restart, self._first = manager, contexts, restart, first
-        self._groups = groups
+        self._manager_class, self._contexts, self._distance = manager_class, contexts, distance
+        self._first, self._refresh_step, self._repeat = first, refresh_step, repeat
         self._manager: StepContextManager | None = None
         self._origin = 0
         self._anchor: int | None = None
 
     @property
     def anchor(self) -> int | None:
-        """The step whose result may be held; without one, nothing is remembered."""
+        """The step whose result may be held; setting it to None drops the contexts."""
         return self._anchor
 
     @anchor.setter
@@ -166,54 +173,24 @@ class BranchContexts:
             self._manager = None
 
     def at(self, step: int) -> StepContextManager:
-        """The contexts for a step of the generation; they count from the first this transformer runs."""
+        """The context manager, set to a step of the generation."""
         step -= self._first
-        origin = self._restart.origin(step)
+        origin = last_refresh(step, self._refresh_step, self._repeat)
         if self._manager is None or origin != self._origin:
-            self._manager, self._origin = self._made(), origin
-        self._manager.begin(step - origin)
+            self._manager, self._origin = self._manager_class(), origin
+            self._manager.distance = self._distance
+            for settings in self._contexts:
+                self._manager.new_context(**settings)
+        self._manager.set_step(step - origin)
         return self._manager
 
-    def _made(self) -> StepContextManager:
-        manager = self._manager_class()
-        manager.groups = self._groups
-        for kwargs in self._kwargs:
-            manager.new_context(**kwargs)
-        return manager
-
-    def decided(self) -> Decision:
-        """What the library decided for the step that has just run."""
-        return NEVER if self._manager is None else self._manager.decided()
-
-    def held(self) -> HeldContexts:
-        """What is remembered now."""
-        return HeldContexts(() if self._manager is None else self._manager.contexts)
+    def decision(self) -> Decision:
+        """The library's decision for the step that ran last."""
+        return NEVER_HELD if self._manager is None else self._manager.decision()
 
 
-class HeldContexts(Held):
-    """The buffers of some contexts, to be counted: the library itself adds and extrapolates them."""
-
-    def __init__(self, contexts: Sequence[CachedContext]) -> None:
-        self._contexts = contexts
-
-    @property
-    def main(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self._tensors())
-
-    @property
-    def nbytes(self) -> int:
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._tensors()}.values())
-
-    def mapped(self, change: Callable[[Any], Any]) -> HeldContexts:
-        return self
-
-    def mixed(self, terms: Sequence[tuple[float, HeldContexts]]) -> HeldContexts:
-        raise TypeError("cache-dit extrapolates what it holds by itself.")
-
-    def _tensors(self) -> list[torch.Tensor]:
-        found = [value for context in self._contexts for value in context.buffers.values()]
-        for context in self._contexts:
-            for calibrator in context.get_calibrators():
-                states = [] if calibrator is None else calibrator.states.values()
-                found += [t for state in states for derivatives in state.state.values() for t in derivatives]
-        return [value for value in found if isinstance(value, torch.Tensor)]
+def last_refresh(step: int, refresh_step: int | None, repeat: bool) -> int:
+    """The step at which the contexts last started over: 0, `refresh_step`, or with `repeat` a multiple of it."""
+    if not refresh_step or step < refresh_step:
+        return 0
+    return step - step % refresh_step if repeat else refresh_step

@@ -80,6 +80,10 @@ class EngineBackend(CacheBackend[ConfigT]):
         self._last_stats = engine.stats()
         self._engine, self.enabled = None, False
 
+    def forget(self) -> None:
+        """Drop the state of the running generation; the next forward starts another."""
+        self._require_engine().refresh(None)
+
     def set_ranks(self, ranks: Ranks) -> None:
         """State the groups of ranks of the generations to come, where the transformer does not show them."""
         self._require_engine().set_ranks(ranks)
@@ -199,8 +203,8 @@ class BranchStateManager(Generic[StateT]):
 
     def reset(self) -> None:
         """Forget everything: the next forward starts a generation."""
-        if self._backend is not None and self._backend._engine is not None:
-            self._backend._engine.refresh(None)
+        if self._backend is not None and self._backend.is_enabled():
+            self._backend.forget()
 
 
 class MethodHook(ModelHook, Generic[StateT]):  # type: ignore[misc]

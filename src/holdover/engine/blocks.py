@@ -9,7 +9,7 @@ two. `BlockRunner` traces a transformer, checks that a held step replays a compu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,8 +90,8 @@ class BlockPass(ABC):
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer one block call."""
 
-    def make_proxies(self, name: str, modules: list[Any], traced: bool) -> list[BlockProxy]:
-        """One proxy per block of a list."""
+    def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
+        """What the model's loop over a list gets: one proxy per block."""
         kind = BlockProxy if traced else TypedBlockProxy
         made = [kind(self, name, index, module) for index, module in enumerate(modules)]
         if self.traceable:

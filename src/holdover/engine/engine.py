@@ -38,7 +38,7 @@ class Engine:
         self.owner = owner
         self.transformers = [CachedTransformer(name, module) for name, module in modules.items()]
         self._methods = [method]
-        self._notes = self._prepare(method)
+        self.notes = self._prepare(method)
         self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
         self._overrides = Overrides()
         self._clock = SchedulerClock(pipeline, self._overrides, self._start, self._on_scheduler_step, self._finish)
@@ -96,7 +96,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """The statistics so far."""
-        notes = (*self._notes, *(note for t in self.transformers for note in sorted(t.notes)))
+        notes = (*self.notes, *(note for t in self.transformers for note in sorted(t.notes)))
         if self._uncached_forwards:
             notes += (f"{self._uncached_forwards} forwards ran with autograd on or in training mode: nothing was held",)
         return self._ledger.snapshot(notes)

@@ -1,9 +1,9 @@
 """holdover inside vLLM-Omni: a plugin that makes its methods selectable with `--cache-backend`.
 
 vLLM-Omni finds `register` through the entry point group `vllm_omni.general_plugins` and calls it in each of its
-processes. Nothing else in holdover imports this package, and vLLM-Omni is not imported before `register` is called.
+processes. Nothing else in holdover imports this package, and it imports vLLM-Omni only when `register` is called.
 """
 
-from .plugin import METHODS, register, unregister
+from .plugin import config_for, method_names, register, unregister
 
-__all__ = ["METHODS", "register", "unregister"]
+__all__ = ["config_for", "method_names", "register", "unregister"]

@@ -1,76 +1,81 @@
-"""One of holdover's methods under vLLM-Omni's contract for cache backends."""
+"""One of holdover's methods as a cache backend of vLLM-Omni."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from ..base import CacheBackend
 from ..config import Config
-from ..errors import NotEnabledError, UnsupportedModelError
+from ..engine.backend import EngineBackend
+from ..engine.parallel import Ranks
+from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
 from ..policies.base import NOTHING_HELD
-from ..runtime.backend import SeamBackend
-from ..runtime.engine import Engine
 from ..selector import backend_for_config
-from ..stats import GenerationStats, Stats
-from .pipeline import PipelineView, view_of
-from .ranks import current_ranks
-from .settings import OFF, request_settings
+from ..stats import Stats
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_KEY = "holdover"  # the key of a request's own settings in the `extra_args` of its sampling parameters
+_OFF = "off"
+_DEFAULT_MODULES = ("transformer", "transformer_2")
+_PARALLEL_STATE = "vllm_omni.diffusion.distributed.parallel_state"
+_TENSOR_PARALLEL_STATE = "vllm.distributed.parallel_state"
+
 
 class OmniBackend(CacheBackend):
-    """The cache vLLM-Omni's model runner enables once and refreshes before requests.
+    """The cache that vLLM-Omni's model runner enables once and refreshes before requests.
 
-    The runner refreshes only where it knows the number of steps, so a request also begins and ends with the pipeline's
-    own forward: nothing of one reaches the next, and between requests nothing is held.
+    The runner refreshes only if it knows the number of steps. So a generation also starts and ends with the pipeline's
+    own forward: nothing is held between requests.
     """
 
     def __init__(self, name: str, config: Config) -> None:
         super().__init__(config)
         self.name = name
         cache = backend_for_config(config)
-        assert isinstance(cache, SeamBackend)
+        assert isinstance(cache, EngineBackend)
         self._cache = cache
         self._view: PipelineView | None = None
-        self._plain: Any = None
-        self._announced: int | None = None
+        self._plain_forward: Any = None
+        self._steps: int | None = None
 
     def enable(self, pipeline: nn.Module) -> None:
-        """Put the cache on the transformers of a pipeline, and stand around its forward."""
+        """Enable the cache on the pipeline's transformers, and wrap the pipeline's forward."""
         ranks, view = current_ranks(), view_of(pipeline)
         self._cache.enable(view)
         try:
-            self._engine.over(ranks)
+            self._cache.set_ranks(ranks)
         except BaseException:
             self._cache.disable()
             raise
-        self._view, self._plain, self.enabled = view, vars(pipeline).get("forward"), True
-        pipeline.forward = self._around(pipeline.forward)
-        logger.info("%s is on the %s of this %s", self.name, ", ".join(view.components), type(pipeline).__name__)
+        self._view, self._plain_forward, self.enabled = view, vars(pipeline).get("forward"), True
+        pipeline.forward = self._wrap(pipeline.forward)
+        logger.info("%s is enabled on the %s of %s", self.name, ", ".join(view.components), type(pipeline).__name__)
 
     def refresh(self, pipeline: nn.Module, num_inference_steps: int | None, verbose: bool = True) -> None:
-        """The next request has that many steps; fewer than one means that nobody knows."""
-        if pipeline is not self._enabled().pipeline:
+        """Set the number of steps of the next request; None or less than 1 means unknown."""
+        if pipeline is not self._enabled_view().pipeline:
             raise NotEnabledError(f"This cache is not on that {type(pipeline).__name__}.")
-        self._announced = num_inference_steps if num_inference_steps and num_inference_steps > 0 else None
+        self._steps = num_inference_steps if num_inference_steps and num_inference_steps > 0 else None
         if verbose:
-            logger.debug("%s: a request of %s steps", self.name, self._announced or "unknown")
+            logger.debug("%s: a request of %s steps", self.name, self._steps or "unknown")
 
     def disable(self) -> None:
-        """Take the cache off: every object is what it was."""
-        pipeline = self._enabled().pipeline
+        """Remove the cache and restore every object it changed."""
+        pipeline = self._enabled_view().pipeline
         self._cache.disable()
-        if self._plain is None:
+        if self._plain_forward is None:
             del pipeline.forward
         else:
-            pipeline.forward = self._plain
+            pipeline.forward = self._plain_forward
         self._view, self.enabled = None, False
 
     def stats(self) -> Stats:
@@ -85,87 +90,160 @@ class OmniBackend(CacheBackend):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.config!r})"
 
-    # One request, or a batch of requests that the runner draws together.
-
-    def _around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._request(next(iter((*args, *kwargs.values())))):
-                return plain(*args, **kwargs)
-
-        return forward
-
-    @contextmanager
-    def _request(self, batch: Any) -> Iterator[None]:
-        before = _forwards(self.stats())
-        with self._generation(), self._asked(batch):
-            yield
-        _check_seen(self._enabled(), self.stats(), before)
-        logger.info("%s: %s", self.name, _summary(self.stats().last))
-
-    @contextmanager
-    def _generation(self) -> Iterator[None]:
-        """Begins as the runner announced it and leaves nothing behind, whatever happens inside."""
-        if self._announced is None:
-            self._engine.refresh(None)
-        else:
-            self._cache.refresh(self._view, self._announced, verbose=False)
-        try:
-            yield
-        finally:
-            self._announced = None
-            self._engine.refresh(None)
-
-    @contextmanager
-    def _asked(self, batch: Any) -> Iterator[None]:
-        """The settings the requests bring along; where they want different ones, nothing is held."""
-        wishes = request_settings(batch)
-        if wishes == [{}]:
-            yield
-        elif len(wishes) > 1 or wishes == [OFF]:
-            with self._cache.off():
-                yield
-        else:
-            assert not isinstance(wishes[0], str)
-            with self._cache.using(**wishes[0]):
-                yield
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._cache.engine
-        assert engine is not None
-        return engine
-
-    def _enabled(self) -> PipelineView:
+    def _enabled_view(self) -> PipelineView:
         if self._view is None:
             raise NotEnabledError("This cache is not enabled: call enable(pipeline) first.")
         return self._view
 
+    # One request, or a batch of requests that the runner generates together.
 
-def _check_seen(view: PipelineView, stats: Stats, before: int) -> None:
-    """A request that went past the cache, or in which nothing could be held, is an error: it would not be noticed."""
-    pipeline, transformers = type(view.pipeline).__name__, ", ".join(view.components)
-    if _forwards(stats) == before:
-        raise UnsupportedModelError(
-            f"{pipeline} drew without one forward of its {transformers} that the cache saw: it runs parts of it by "
-            "themselves, with autograd on, or in training mode. Start without --cache-backend."
+    def _wrap(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            batch, before = next(iter((*args, *kwargs.values()))), self._forwards()
+            with self._generation(), self._settings_of(batch):
+                output = plain(*args, **kwargs)
+            self._check_generation(before)
+            return output
+
+        return forward
+
+    @contextmanager
+    def _generation(self) -> Iterator[None]:
+        """Start a generation with the number of steps the runner announced, and drop its state at the end."""
+        if self._steps is None:
+            self._cache.forget()
+        else:
+            self._cache.refresh(self._view, self._steps, verbose=False)
+        try:
+            yield
+        finally:
+            self._steps = None
+            self._cache.forget()
+
+    @contextmanager
+    def _settings_of(self, batch: Any) -> Iterator[None]:
+        """Use the settings of the requests; if they differ within a batch, nothing is held."""
+        settings = request_settings(batch)
+        if settings == [{}]:
+            yield
+        elif len(settings) > 1 or isinstance(settings[0], str):
+            with self._cache.off():
+                yield
+        else:
+            with self._cache.using(**settings[0]):
+                yield
+
+    def _forwards(self) -> int:
+        stats = self.stats()
+        return stats.computed + stats.held
+
+    def _check_generation(self, before: int) -> None:
+        """Raise if the request bypassed the cache or nothing could be held: otherwise it would go unnoticed."""
+        view, last = self._enabled_view(), self.stats().last
+        pipeline, transformers = type(view.pipeline).__name__, ", ".join(view.components)
+        if last is None or self._forwards() == before:
+            raise UnsupportedModelError(
+                f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
+                "it directly, with autograd on, or in training mode. Start without --cache-backend."
+            )
+        first = min(visit.step for visit in last.visits)
+        later = [visit for visit in last.visits if visit.step > first]
+        if len(later) > 1 and all(visit.reason == NOTHING_HELD.reason for visit in later):
+            raise UnsupportedModelError(
+                f"Nothing could be held for {pipeline}: no forward of its {transformers} belonged to the same branch "
+                "as an earlier one, because the conditioning changes at every step. Start without --cache-backend."
+            )
+        logger.info("%s: %d forwards computed, %d held", self.name, last.computed_total, last.held_total)
+
+
+def request_settings(batch: Any) -> list[Mapping[str, Any] | str]:
+    """The different settings that the requests of a batch ask for; `{}` is the server's own, `"off"` no cache."""
+    found: list[Mapping[str, Any] | str] = []
+    for request in batch.requests:
+        settings = (request.sampling_params.extra_args or {}).get(_REQUEST_KEY) or {}
+        if not isinstance(settings, Mapping) and settings != _OFF:
+            raise ConfigError(
+                f"extra_args[{_REQUEST_KEY!r}] must be an object of settings, or {_OFF!r}, not {settings!r}."
+            )
+        if settings not in found:
+            found.append(settings)
+    return found
+
+
+class PipelineView:
+    """A vLLM-Omni pipeline as holdover's backends expect one: its transformers by name, and all other attributes.
+
+    vLLM-Omni's pipelines are modules whose forward runs the whole loop, so a backend would take them for transformers.
+    What diffusers keeps in a pipeline's config are plain attributes here.
+    """
+
+    def __init__(self, pipeline: nn.Module, transformers: dict[str, nn.Module]) -> None:
+        self.pipeline = pipeline
+        self.components = transformers
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return vars(self.pipeline)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("pipeline", "components"):
+            raise AttributeError(name)
+        return self.components[name] if name in self.components else getattr(self.pipeline, name)
+
+
+def view_of(pipeline: nn.Module) -> PipelineView:
+    """The view, with the class names of the pipeline and its bases, by which profiles find pipelines."""
+    view_class: type[PipelineView] = PipelineView
+    for cls in reversed(type(pipeline).__mro__):
+        view_class = type(cls.__name__, (view_class,), {})
+    return view_class(pipeline, find_transformers(pipeline))
+
+
+def find_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
+    """The modules that the pipeline lists in `_dit_modules`, else its transformers; none that is inside another.
+
+    A name without `transformer` in it gets that suffix, because holdover's backends look for it.
+    """
+    declared: Iterable[str] = getattr(pipeline, "_dit_modules", None) or _DEFAULT_MODULES
+    found: dict[str, nn.Module] = {}
+    for path in declared:
+        try:
+            module = attrgetter(path)(pipeline)
+        except AttributeError:
+            continue
+        if isinstance(module, nn.Module):
+            found[path] = module
+    if not found:
+        raise EnableError(
+            f"{type(pipeline).__name__} has none of {', '.join(declared)}, so there is nothing to cache. "
+            "List its transformers in the pipeline's `_dit_modules`."
         )
-    if stats.last is not None and _never_held(stats.last):
-        raise UnsupportedModelError(
-            f"Nothing could be held for {pipeline}: no forward of its {transformers} belonged to the same branch as an "
-            "earlier one, because the conditioning changes at every step. Start without --cache-backend."
+    inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    return {
+        path if path.startswith("transformer") or path.endswith("transformer") else f"{path}_transformer": module
+        for path, module in found.items()
+        if id(module) not in inner
+    }
+
+
+def current_ranks() -> Ranks:
+    """The process groups that vLLM-Omni has set up; no groups if it has set up none.
+
+    Rank `i` of the CFG group computes the `i`-th guidance branch of a step.
+    """
+    state: Any = importlib.import_module(_PARALLEL_STATE)
+    if not state.model_parallel_is_initialized():
+        return Ranks()
+    stages = state.get_pipeline_parallel_world_size()
+    if stages > 1:
+        raise EnableError(
+            f"The transformer is split into {stages} pipeline stages: no rank runs all of it, so no step can be held. "
+            "Start with --pipeline-parallel-size 1, or without --cache-backend."
         )
-
-
-def _never_held(generation: GenerationStats) -> bool:
-    first = min(visit.step for visit in generation.visits)
-    later = [visit for visit in generation.visits if visit.step > first]
-    return len(later) > 1 and all(visit.reason == NOTHING_HELD.reason for visit in later)
-
-
-def _forwards(stats: Stats) -> int:
-    return stats.computed + stats.held
-
-
-def _summary(last: GenerationStats | None) -> str:
-    return "" if last is None else f"{last.computed_total} forwards computed, {last.held_total} held"
+    tensor: Any = importlib.import_module(_TENSOR_PARALLEL_STATE)
+    return Ranks(
+        cfg=state.get_cfg_group().device_group,
+        sequence=state.get_sp_group().device_group,
+        tensor=tensor.get_tp_group().device_group,
+    )

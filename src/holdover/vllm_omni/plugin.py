@@ -1,82 +1,106 @@
-"""Puts holdover's methods among vLLM-Omni's cache backends, and takes them out again."""
+"""Adds holdover's methods to vLLM-Omni's cache backends, with their settings, and removes them again."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..config import Config
 from ..errors import ConfigError, EnableError, did_you_mean
+from ..selector import config_class, methods, own_config
 
-METHODS = {
-    "holdover_plan": "plan",
-    "holdover_tea_cache": "tea_cache",
-    "holdover_mag_cache": "mag_cache",
-    "holdover_cache_dit": "cache_dit",
-}
-"""What `--cache-backend` may be, and the method it stands for."""
+_SELECTOR_MODULE = "vllm_omni.diffusion.cache.selector"
+_RUNNER_MODULE = "vllm_omni.diffusion.worker.diffusion_model_runner"
+_FUNCTION = "get_cache_backend"
+_UNKNOWN_KEYS = "_extra_params"  # where vLLM-Omni's DiffusionCacheConfig keeps the keys that are none of its fields
 
-SELECTOR = "vllm_omni.diffusion.cache.selector"
-RUNNER = "vllm_omni.diffusion.worker.diffusion_model_runner"
-FUNCTION = "get_cache_backend"
+SelectorFunction = Callable[[str | None, Any], Any]
 
-Select = Callable[[str | None, Any], Any]
+
+def method_names() -> dict[str, str]:
+    """The method for each value of `--cache-backend` that selects holdover."""
+    return {name: method for method in methods() if (name := config_class(method).vllm_omni)}
 
 
 class Selector:
-    """vLLM-Omni's selector with holdover's names before its own."""
+    """vLLM-Omni's `get_cache_backend` with holdover's names added."""
 
-    def __init__(self, original: Select) -> None:
+    def __init__(self, original: SelectorFunction) -> None:
         self.original = original
         functools.update_wrapper(self, original)
 
     def __call__(self, cache_backend: str | None, cache_config: Any) -> Any:
         if cache_backend is None or not cache_backend.startswith("holdover"):
             return self.original(cache_backend, cache_config)
-        if cache_backend not in METHODS:
+        names = method_names()
+        if cache_backend not in names:
             raise ConfigError(
-                f"There is no cache backend {cache_backend!r}.{did_you_mean(cache_backend, METHODS)} "
-                f"holdover has {', '.join(METHODS)}."
+                f"There is no cache backend {cache_backend!r}.{did_you_mean(cache_backend, names)} "
+                f"holdover has {', '.join(names)}."
             )
-        from .backend import OmniBackend
-        from .settings import config_for
+        from .backend import OmniBackend  # imports torch
 
-        return OmniBackend(cache_backend, config_for(METHODS[cache_backend], cache_config))
+        return OmniBackend(cache_backend, config_for(names[cache_backend], cache_config))
 
 
 def register() -> None:
-    """Make holdover's methods selectable in this process; done already, it changes nothing."""
-    importlib.import_module(SELECTOR)
-    for module in _homes():
+    """Make holdover's methods selectable in this process; a second call changes nothing."""
+    importlib.import_module(_SELECTOR_MODULE)
+    for module in _loaded_modules():
         found = _selector_in(module)
         if not isinstance(found, Selector):
-            setattr(module, FUNCTION, Selector(found))
+            setattr(module, _FUNCTION, Selector(found))
 
 
 def unregister() -> None:
-    """Give vLLM-Omni its own selector back, the very same function."""
-    for module in _homes():
+    """Restore vLLM-Omni's own selector function."""
+    for module in _loaded_modules():
         found = _selector_in(module)
         if isinstance(found, Selector):
-            setattr(module, FUNCTION, found.original)
+            setattr(module, _FUNCTION, found.original)
 
 
-def _homes() -> Iterator[ModuleType]:
-    """The loaded modules that have the selector by name: the model runner imports it by value.
+def _loaded_modules() -> Iterator[ModuleType]:
+    """The loaded modules that have the selector as an attribute: the model runner imports it by name.
 
-    A runner that is imported after `register` takes the selector it finds, which is holdover's by then.
+    A runner that is imported after `register` gets holdover's selector.
     """
-    return (sys.modules[name] for name in (SELECTOR, RUNNER) if name in sys.modules)
+    return (sys.modules[name] for name in (_SELECTOR_MODULE, _RUNNER_MODULE) if name in sys.modules)
 
 
-def _selector_in(module: ModuleType) -> Select:
-    found: Select | None = getattr(module, FUNCTION, None)
+def _selector_in(module: ModuleType) -> SelectorFunction:
+    found: SelectorFunction | None = getattr(module, _FUNCTION, None)
     if found is None:
         raise EnableError(
-            f"{module.__name__} has no {FUNCTION}: this vLLM-Omni selects its cache in a way holdover does not know. "
+            f"{module.__name__} has no {_FUNCTION}: holdover does not know how this vLLM-Omni selects its cache. "
             "Install a release that holdover was tested with (0.30), or leave holdover out with VLLM_PLUGINS."
         )
     return found
+
+
+def config_for(method: str, cache_config: Any) -> Config:
+    """A method's config from `--cache-config`; an unknown key is an error that names the nearest valid one.
+
+    vLLM-Omni passes a `DiffusionCacheConfig` with a field for each setting of its own methods and a dict of unknown
+    keys. A field that the method has too is taken unless it is None. Any other field is taken only if it differs from
+    its default, so that a setting of another method is reported.
+    """
+    if cache_config is None:
+        return own_config(method, {})
+    if isinstance(cache_config, Mapping):
+        return own_config(method, cache_config)
+    if not dataclasses.is_dataclass(cache_config) or isinstance(cache_config, type):
+        raise ConfigError(f"--cache-config must be a JSON object, not {type(cache_config).__name__}.")
+    given: dict[str, Any] = dict(getattr(cache_config, _UNKNOWN_KEYS))
+    defaults, shared = type(cache_config)(), config_class(method).field_names()
+    for name in (field.name for field in dataclasses.fields(cache_config)):
+        value = getattr(cache_config, name)
+        is_set = value is not None if name in shared else value != getattr(defaults, name)
+        if is_set and not name.startswith("_"):
+            given[name] = value
+    return own_config(method, given)

@@ -1,6 +1,6 @@
-"""A stand-in for vLLM-Omni 0.30: how it finds plugins, selects a cache, hands on its settings and calls it.
+"""A small substitute for vLLM-Omni 0.30: how it finds plugins, selects a cache, passes on its settings and calls it.
 
-What it draws with are real diffusers models.
+Its pipelines in the tests run real diffusers models.
 """
 
 __version__ = "0.30.0"

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class DiffusionCacheConfig:
-    """A field for each setting vLLM-Omni knows; what else a user writes is kept beside them and read as attributes."""
+    """A field for each setting of vLLM-Omni; other keys are kept in `_extra_params` and read as attributes."""
 
     rel_l1_thresh: float | None = None
     coefficients: list[float] | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class OmniDiffusionSamplingParams:
-    """How one request is drawn; `call` stands for all that is the pipeline's own."""
+    """How one request is generated; `call` stands for all that is the pipeline's own."""
 
     num_inference_steps: int | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
@@ -15,13 +15,13 @@ class OmniDiffusionSamplingParams:
 
 @dataclass
 class OmniDiffusionRequest:
-    """One picture."""
+    """One image."""
 
     sampling_params: OmniDiffusionSamplingParams
 
 
 @dataclass
 class DiffusionRequestBatch:
-    """Requests that are drawn together."""
+    """Requests that are generated together."""
 
     requests: list[OmniDiffusionRequest]

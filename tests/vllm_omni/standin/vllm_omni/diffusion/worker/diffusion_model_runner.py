@@ -1,4 +1,4 @@
-"""Loads a pipeline, puts the cache on it and draws requests with it."""
+"""Loads a pipeline, puts the cache on it and generates requests with it."""
 
 import torch
 
