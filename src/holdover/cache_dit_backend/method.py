@@ -183,8 +183,8 @@ class CacheDiTRunner:
         control = [name for name, value in arguments if "control" in name and value is not None]
         cause = f" with {', '.join(control)}" if control else ""
         return UnsupportedModelError(
-            f"cache-dit cannot cache {self._transformer.class_name}{cause}: {problem}. It runs all blocks of a list as one "
-            "block, so anything the model does between blocks is lost. Use tea_cache or mag_cache, which keep it.\n"
+            f"cache-dit cannot cache {self._transformer.class_name}{cause}: {problem}. It runs all blocks of a list as "
+            "one block, so anything the model does between blocks is lost. Use tea_cache or mag_cache, which keep it.\n"
             f"{details}",
             details if isinstance(details, ReplayReport) else None,
         )

@@ -219,7 +219,7 @@ class CachedTransformer:
                     modules: list[Any] = list(blocks._modules.values())
                     kept = pass_.proxies.get((name, traced))
                     proxies: Any = kept[1] if kept and kept[0] == modules else pass_.make_proxies(name, modules, traced)
-                    items = self._splits.wrap(list(proxies), modules) if split else proxies
+                    items = self._splits.wrap(proxies, modules) if split else proxies
                     replaced.append((blocks, type(blocks), vars(blocks).get("_holdover_proxies")))
                     vars(blocks)["_holdover_proxies"] = (items, traced)
                     blocks.__class__ = _PROXIED.get(type(blocks)) or _proxied_class(type(blocks))

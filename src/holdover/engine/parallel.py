@@ -223,10 +223,13 @@ class SequenceSplits:
             self._hooks.clear()
             self._parts.clear()
 
-    def wrap(self, proxies: Sequence[Any], blocks: Sequence[nn.Module]) -> Sequence[Any]:
-        """The proxies of a list's blocks, each with its block's split in front."""
-        hooks = [self._hooks.get(id(block)) for block in blocks]
-        return [p if own is None else _SplitProxy(self, own, p) for p, own in zip(proxies, hooks, strict=True)]
+    def wrap(self, proxies: Iterable[Any], blocks: Sequence[nn.Module]) -> Iterable[Any]:
+        """The proxies of a list's blocks, each with its block's split in front; iterated when the model does."""
+        return _SplitProxies(self, proxies, blocks)
+
+    def hooks_of(self, block: nn.Module) -> list[ContextParallelSplitHook] | None:
+        """The splits taken over from a block."""
+        return self._hooks.get(id(block))
 
     def split(self, hook: ContextParallelSplitHook, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with this rank's parts; the same tensor always becomes the same part."""
@@ -238,6 +241,20 @@ class SequenceSplits:
         if part is whole or not isinstance(whole, torch.Tensor):
             return part
         return self._parts.setdefault((id(whole), part.shape), (whole, part))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SplitProxies:
+    """The proxies of one list, with the splits of the blocks they stand for."""
+
+    splits: SequenceSplits
+    proxies: Iterable[Any]
+    blocks: Sequence[nn.Module]
+
+    def __iter__(self) -> Iterator[Any]:
+        for proxy, block in zip(self.proxies, self.blocks, strict=False):
+            hooks = self.splits.hooks_of(block)
+            yield proxy if hooks is None else _SplitProxy(self.splits, hooks, proxy)
 
 
 class _SplitProxy:
