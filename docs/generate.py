@@ -340,7 +340,7 @@ hide:
 
 # Models
 
-No model needs an adapter: the [block stack](architecture.md#finding-the-blocks) of a transformer is found by tracing
+No model needs an adapter: the [block stack](architecture.md#5-finding-the-blocks) of a transformer is found by tracing
 its first forward. What a trace cannot show is declared per family, and measured constants are stored in profiles.
 
 ## Families
