@@ -81,6 +81,7 @@ def pages() -> dict[Path, str]:
             lead_28=lead(28),
             elsewhere=elsewhere(),
         ),
+        docs / "choose.md": with_parts(docs / "choose.md", goals=goals()),
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
         ),
@@ -179,15 +180,36 @@ def _benchmark(module: str) -> Any:
     return importlib.import_module(f"benchmarks.{module}")
 
 
+def _flux_rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of FLUX.1-dev without a cache and with holdover, by mode and label."""
+    rows = (row for row in figures_of("speed")["rows"] if row["section"] == "table" and row["model"] == "flux")
+    return {(row["mode"], row["label"]): row for row in rows if row["by"] in ("", "holdover")}
+
+
+GOALS = (
+    (
+        "careful",
+        "`mag_cache`, `mag_threshold=0.06, mag_max_skip_steps=3, mag_retention_ratio=0.2`",
+        "mag_cache 0.06/3/0.2",
+    ),
+    ("balanced", "`mag_cache` with its defaults", "mag_cache 0.24/5/0.1"),
+    ("balanced", "`plan`, `budget=15`", "plan, K = 15 of 50"),
+    ("fast", "`plan`, `budget=10`", "plan, K = 10 of 50"),
+    ("draft", "`plan`, `budget=8`", "plan, K = 8 of 50"),
+)
+
+
+def goals() -> str:
+    """Settings to start from, with the speedup of FLUX.1-dev."""
+    rows = [(goal, settings, _flux_rows()["eager", label]) for goal, settings, label in GOALS]
+    head = ("goal", "settings", "computed of 50", "speedup")
+    return table(head, ((g, s, str(row["computed"]), f"{row['speedup']['eager']:.2f}x") for g, s, row in rows))
+
+
 def headline() -> str:
     """The figures of the README's first paragraph."""
-    timed = {
-        (row["mode"], row["by"], row["label"]): row
-        for row in figures_of("speed")["rows"]
-        if row["section"] == "table" and row["model"] == "flux"
-    }
-    plain, plan = timed["eager", "", "no cache"], "plan, K = 10 of 50"
-    eager, compiled = timed["eager", "holdover", plan], timed["compiled", "holdover", plan]
+    timed, plan = _flux_rows(), "plan, K = 10 of 50"
+    plain, eager, compiled = timed["eager", "no cache"], timed["eager", plan], timed["compiled", plan]
     judged = figures_of("quality")["verdict"]["50 steps"][_benchmark("quality.verdict").PLAN]
     kept = next(entry for entry in judged if entry["wanted"] == 10)["mean"]
     return (
