@@ -1,4 +1,4 @@
-"""Tiny, real pipelines that take a prompt and return an image or a video, for the code blocks of the documentation."""
+"""Tiny, real pipelines that take a prompt and return an image, for the code blocks of the documentation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flux_vae() -> d.AutoencoderKL:
 
 
 def prompted_flux() -> d.FluxPipeline:
-    """`pipe("red apple")`: 28 steps at 64x64 pixels, in half a second."""
+    """`pipe("red apple")`: 28 steps at 64x64 pixels in half a second."""
     encoders = {"text_encoder": clip(), "text_encoder_2": t5()}
     tokenizers = {"tokenizer": tokenizer(), "tokenizer_2": tokenizer()}
     pipe = flux(vae=flux_vae(), **encoders, **tokenizers)
