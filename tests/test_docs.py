@@ -1,7 +1,8 @@
-"""The documentation says what is: its code runs, its output is what is printed, its tables and paths are current."""
+"""The documentation is current: its code runs and prints what the page shows, its tables and paths are up to date."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import importlib.util
@@ -14,7 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import diffusers
 import diffusers.utils.logging
 import pytest
 import torch
@@ -26,11 +29,16 @@ from holdover import selector
 from holdover.cli import app
 from holdover.magcache import strategy
 from holdover.models import registry
-from tiny.prompted import prompted_flux, prompted_wan
+from tiny.prompted import prompted_flux, prompted_qwen, prompted_wan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PIPELINES = {"pipe": prompted_flux, "wan": prompted_wan}
+CHECKPOINTS = {
+    "black-forest-labs/FLUX.1-dev": prompted_flux,
+    "Qwen/Qwen-Image": prompted_qwen,
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": prompted_wan,
+}
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MEASURED = re.compile(r"\d+\.\d\d s\b|\b\d\.\de[-+]\d\d\b")
@@ -38,7 +46,7 @@ MEASURED = re.compile(r"\d+\.\d\d s\b|\b\d\.\de[-+]\d\d\b")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of a page; `printed` is the text block right below a Python block, if there is one."""
+    """A fenced block of a page; `printed` is the text block directly below a Python block, if there is one."""
 
     language: str
     text: str
@@ -63,8 +71,8 @@ def pages_with_python() -> list[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """What a page registers is gone after it, what it writes goes to a temporary folder, and libraries are quiet."""
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Undo what a page registers, write its files to a temporary folder, and silence the libraries."""
     for module, name in (
         (selector, "BACKENDS"),
         (registry, "FAMILY_REGISTRY"),
@@ -81,9 +89,24 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     transformers.utils.logging.set_verbosity(levels[1])
 
 
+@pytest.fixture(autouse=True)
+def _tiny_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load a tiny pipeline of the same class in place of each checkpoint named on a page, and leave it on the CPU."""
+    load, move = diffusers.DiffusionPipeline.from_pretrained.__func__, diffusers.DiffusionPipeline.to
+
+    def from_pretrained(cls: type, name: str, **options: Any) -> Any:
+        return CHECKPOINTS[name]() if name in CHECKPOINTS else load(cls, name, **options)
+
+    def to(pipe: Any, *args: Any, **options: Any) -> Any:
+        return pipe if args == ("cuda",) else move(pipe, *args, **options)
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "to", to)
+
+
 @pytest.fixture
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module to run a page in, because dataclasses and the selector look their module up by name."""
+    """The module a page runs in: dataclasses and the selector look their module up by name."""
     name = "page_" + re.sub(r"\W", "_", request.node.callspec.id)
     made = ModuleType(name)
     monkeypatch.setitem(sys.modules, name, made)
@@ -95,7 +118,7 @@ def test_every_python_block_runs_and_prints_what_the_page_says(
     page: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = [block for block in blocks(page) if block.language == "python"]
-    # A page says `compile`; that the compiler makes machine code of it is not what is tested.
+    # What is tested is that compiling works, not the machine code.
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile_(*args, **{"backend": "eager"} | kwargs))
     source = "\n".join(block.text for block in python)
@@ -111,7 +134,7 @@ def test_every_python_block_runs_and_prints_what_the_page_says(
 
 
 def assert_printed(wanted: str, got: str, where: str) -> None:
-    """Equal but for seconds and errors; `...` stands for anything."""
+    """Equal except for seconds and replay errors; `...` matches anything."""
     wanted, got = MEASURED.sub("#", wanted), MEASURED.sub("#", got)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.OutputChecker().check_output(wanted, got, options), f"{where} prints\n{got}\ninstead of\n{wanted}"
@@ -120,7 +143,7 @@ def assert_printed(wanted: str, got: str, where: str) -> None:
 def commands() -> list[str]:
     """Every distinct `holdover ...` line of the shell blocks, without its comment.
 
-    tests/serve has those that serve, tests/cli those that measure for minutes.
+    Commands that serve are tested in tests/serve, those that measure for minutes in tests/cli.
     """
     lines = [
         line.partition("#")[0].strip()
@@ -168,7 +191,7 @@ def test_the_reference_names_everything_public() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """`runtime/clock.py` and the like, seen from the package or from the repository."""
+    """Paths such as `engine/clock.py`, relative to the package or to the repository."""
     missing = []
     for page in (*PAGES, *sorted((ROOT / "docs" / "assets").glob("*.svg"))):
         for named in set(re.findall(r"(?<![\w/.-])(?:\w+/)+\w+\.py\b(?!:)", page.read_text("utf-8"))):
@@ -177,12 +200,35 @@ def test_files_that_are_named_exist() -> None:
     assert missing == []
 
 
-def test_the_tree_in_the_readme_names_every_package_and_module() -> None:
-    tree = next(b.text for b in blocks(ROOT / "README.md") if b.text.startswith("src/holdover/"))
+def test_the_tree_of_the_architecture_page_names_every_package_and_module() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    tree = next(block.text for block in blocks(page) if block.text.startswith("src/holdover/"))
     package = ROOT / "src" / "holdover"
     folders = [f"{p.name}/" for p in package.iterdir() if p.is_dir() and (p / "__init__.py").exists()]
     files = [p.name for p in package.glob("*.py")]
     assert [name for name in (*folders, *files) if name not in tree] == []
+
+
+def messages() -> set[str]:
+    """Every string literal of the package, with `...` in place of formatted values."""
+    found = set()
+    for path in (ROOT / "src" / "holdover").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                found.add("".join(str(p.value) if isinstance(p, ast.Constant) else "..." for p in parts))
+    return found
+
+
+def test_messages_on_the_troubleshooting_page_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    headings, literals = re.findall(r"^### `(.+)`$", page, re.MULTILINE), messages()
+    assert len(headings) > 15
+    assert [heading for heading in headings if not any(heading in literal for literal in literals)] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
 
 
 def test_links_in_the_readme_and_contributing_lead_somewhere() -> None:
@@ -208,6 +254,6 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
-    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the page for what is not found
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # the 404 page is one more
     fetched = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?https?://[^>]*>""")
     assert [match for page in pages for match in fetched.findall(page.read_text("utf-8"))] == []

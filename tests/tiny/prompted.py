@@ -9,16 +9,19 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Model,
     T5Config,
     T5EncoderModel,
     UMT5Config,
     UMT5EncoderModel,
 )
 
-from .pipelines_image import WIDTH, byte_tokenizer, flux, model
+from .models_image import QWEN
+from .pipelines_image import FLUX_FLOW, WIDTH, byte_tokenizer, flow, flux, model
 from .pipelines_video import wan22, wan_vae
 
-__all__ = ["prompted_flux", "prompted_wan"]
+__all__ = ["prompted_flux", "prompted_qwen", "prompted_wan"]
 
 _TOKENS = 32  # a prompt of 512 tokens would take most of a tiny model's time
 _VOCABULARY = 257
@@ -60,6 +63,27 @@ def prompted_flux() -> d.FluxPipeline:
     encoders = {"text_encoder": clip(), "text_encoder_2": t5()}
     tokenizers = {"tokenizer": tokenizer(), "tokenizer_2": tokenizer()}
     pipe = flux(vae=flux_vae(), **encoders, **tokenizers)
+    pipe.default_sample_size = 8
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def prompted_qwen() -> d.QwenImagePipeline:
+    """Qwen-Image at 64x64 pixels, with true classifier-free guidance where a negative prompt is given."""
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = model(
+        lambda: Qwen2Model(Qwen2Config(vocab_size=_VOCABULARY, num_key_value_heads=2, pad_token_id=0, **sizes))
+    )
+    scaling = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = model(d.AutoencoderKLQwenImage, base_dim=2, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, **scaling)
+    pipe = d.QwenImagePipeline(
+        scheduler=flow(**FLUX_FLOW),
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=tokenizer(),
+        transformer=model(d.QwenImageTransformer2DModel, **QWEN),
+    )
+    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "{}", 0
     pipe.default_sample_size = 8
     pipe.set_progress_bar_config(disable=True)
     return pipe

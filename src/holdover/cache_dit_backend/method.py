@@ -132,8 +132,8 @@ class CacheDiTRunner:
         missed = [unified.name for unified in self._adapted.lists if unified.name not in run.seen]
         if missed:
             raise UnsupportedModelError(
-                f"This forward of {self._transformer.class_name} does not iterate over {', '.join(missed)}, so cache-dit "
-                "cannot replace the list. Use tea_cache or mag_cache."
+                f"This forward of {self._transformer.class_name} does not iterate over {', '.join(missed)}, so "
+                "cache-dit cannot replace the list. Use tea_cache or mag_cache."
             )
         return output
 
