@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import holdover
+from holdover.engine.storage import STORAGES
 from holdover.errors import ConfigError
-from holdover.runtime.packing import packing
 from tiny.pipelines import PIPELINES, run
 
 SETTINGS = {
@@ -19,37 +19,37 @@ SETTINGS = {
 @pytest.mark.parametrize("hold_in", ["device", "cpu"])
 def test_a_tensor_comes_back_as_it_was(hold_in: str) -> None:
     tensor = torch.randn(2, 5, 16, dtype=torch.bfloat16)
-    how = packing(hold_in)
-    assert torch.equal(how.unpack(how.pack(tensor)), tensor)
+    storage = STORAGES[hold_in]
+    assert torch.equal(storage.load(storage.store(tensor)), tensor)
 
 
 def test_eight_bits_keep_each_token_within_a_sixteenth_of_its_largest_value() -> None:
     tensor = torch.randn(2, 50, 64) * torch.logspace(-3, 3, 50)[:, None]
-    how = packing("fp8")
-    again = how.unpack(how.pack(tensor))
+    storage = STORAGES["fp8"]
+    again = storage.load(storage.store(tensor))
     assert again.dtype == tensor.dtype
     assert ((again - tensor).abs() <= tensor.abs().amax(-1, keepdim=True) / 16).all()
     assert 0.005 < (again - tensor).norm() / tensor.norm() < 0.05
-    assert how.pack(tensor).nbytes < tensor.nbytes / 3
+    assert storage.store(tensor).nbytes < tensor.nbytes / 3
 
 
 def test_zeros_stay_zeros_in_eight_bits() -> None:
-    how = packing("fp8")
-    assert torch.equal(how.unpack(how.pack(torch.zeros(1, 3, 8))), torch.zeros(1, 3, 8))
+    storage = STORAGES["fp8"]
+    assert torch.equal(storage.load(storage.store(torch.zeros(1, 3, 8))), torch.zeros(1, 3, 8))
 
 
 @pytest.mark.parametrize("method", SETTINGS)
 @pytest.mark.parametrize("name", ["FluxPipeline[true_cfg]", "WanVACEPipeline"])
-def test_on_the_host_pictures_are_the_same_and_the_device_holds_nothing(name: str, method: str) -> None:
+def test_on_the_host_images_are_the_same_and_the_device_holds_nothing(name: str, method: str) -> None:
     tiny = PIPELINES[name]
-    pipe, pictures, held = tiny.build(), {}, {}
+    pipe, images, held = tiny.build(), {}, {}
     for hold_in in ("device", "cpu", "fp8"):
         with holdover.enable(pipe, method, hold_in=hold_in, **SETTINGS[method]) as cache:
-            pictures[hold_in] = run(pipe, **tiny.call(steps=10))
+            images[hold_in] = run(pipe, **tiny.call(steps=10))
             assert cache.stats().last.held_total > 0
             held[hold_in] = cache.stats().last.peak_bytes
-    assert torch.equal(pictures["cpu"], pictures["device"])
-    assert not torch.equal(pictures["fp8"], pictures["device"])
+    assert torch.equal(images["cpu"], images["device"])
+    assert not torch.equal(images["fp8"], images["device"])
     assert held["cpu"] < held["fp8"] < held["device"]
 
 
