@@ -142,8 +142,8 @@ def test_a_backend_with_one_setting_is_exchanged_instead(painter: Painter, monke
 def test_what_was_measured_is_told(tmp_path: Any) -> None:
     import numpy as np
 
+    from holdover.plan.identity import facts_of
     from holdover.profiles import Certificate, Facts, Profile, Schedule
-    from holdover.runtime.identity import facts_of
     from holdover.serve.known import known_of
 
     pipe = holdover.load("emoji")
