@@ -238,11 +238,6 @@ class ErrorModel:
         self.steps = measurements.steps
         self.ranges: Ranges = ranges or ((0, self.steps - 1),)
 
-    @property
-    def merged(self) -> ErrorModel:
-        """The same error model with the branches of a step merged: one set of weights for all branches."""
-        return ErrorModel(self.measurements.merged, self.response, self.ranges, self.options)
-
     def reach(self) -> Array:
         """How much of an error in each step's output is found in the final latent: |R[N,t]| times its amplification."""
         reach: Array = np.abs(self.response[self.steps]) * self.measurements.amplification()

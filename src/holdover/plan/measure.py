@@ -31,9 +31,8 @@ from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
 from ..runtime.engine import Engine
 from ..runtime.extracted import seam_of
-from ..runtime.method import Computed, Method, NoneConfig, NoneMethod
+from ..runtime.method import Computed, Method, NoneMethod
 from ..runtime.unit import Unit
-from ..runtime.whole import WholeSeam
 from ..teacache.estimate import SignalMeasure
 from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, hash_prompts, without_progress_bars
 from .config import PlanConfig
@@ -41,8 +40,8 @@ from .error_model import ErrorModel, Measurements
 from .guard import Guard
 from .identity import facts_of
 from .method import NEWTON_DEPTH, OutputPlanMethod, model_output, newton_nodes
-from .planner import GenerationSpec, PlanProblem, describe_generation
-from .recording import BranchMix, TrajectoryRecord, find_mix, merge_runs
+from .planner import GenerationSpec, PlanProblem
+from .recording import BranchMix, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
 from .search import growing
 from .weights import Array, Weights, held_steps
 
@@ -87,44 +86,7 @@ def calibrate(
         return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
 
 
-class RecordOutputs(Method):
-    """Computes every step and records the trajectory."""
-
-    name = "calibrate"
-    observes = True
-    follows = True
-
-    def __init__(self, record: TrajectoryRecord) -> None:
-        super().__init__(NoneConfig())
-        self._record = record
-        self._units: list[Unit] = []
-        self._pipeline: Any = None
-        self.spec: GenerationSpec | None = None
-
-    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
-        self._units.append(unit)
-        self._pipeline = pipeline
-        return ()
-
-    def crossing(self, unit: Unit) -> Crossing:
-        return WholeSeam(unit)
-
-    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
-        if self.spec is None:
-            self.spec = describe_generation(self._pipeline, self._units, grid)
-        return AlwaysCompute()
-
-    def observe(self, computed: Computed) -> None:
-        self._record.add_forward(computed)
-
-    def stepped(self, stepped: Stepped) -> None:
-        self._record.add_step(stepped)
-
-    def finished(self) -> None:
-        self._record.finish()
-
-
-class RecordBlocks(RecordOutputs):
+class BlockRecorder(OutputRecorder):
     """Also records the residuals of the blocks, and measures the constants of TeaCache and MagCache."""
 
     def __init__(self, record: TrajectoryRecord, signals: SignalMeasure, ratios: dict[str, Calibration]) -> None:
@@ -269,7 +231,9 @@ class _CalibrationSession:
         self, record: TrajectoryRecord, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[torch.Tensor | None, GenerationSpec]:
         """An uncached run that records the blocks, or the outputs alone if the blocks cannot be held."""
-        method = RecordBlocks(record, self._signals, self._ratios) if self._blocks_supported else RecordOutputs(record)
+        method = (
+            BlockRecorder(record, self._signals, self._ratios) if self._blocks_supported else OutputRecorder(record)
+        )
         try:
             images = self._run(method, prompts, seeds)
         except UnsupportedModelError as error:

@@ -39,10 +39,9 @@ from ..runtime.unit import Unit
 from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, without_progress_bars
 from .config import PlanConfig
 from .error_model import Preconditioning
-from .measure import RecordOutputs
 from .method import OutputPlanMethod, model_output
 from .planner import PlanProblem, plan_problem, search_profile
-from .recording import TensorStore, TrajectoryRecord
+from .recording import OutputRecorder, TensorStore, TrajectoryRecord
 from .search import neighbors
 from .tune import Trials
 from .weights import BRANCH_TIE, DEPTH, Weights, solve_ridge
@@ -107,11 +106,11 @@ class WeightFitter:
         )
 
     def __enter__(self) -> Self:
-        self._run(RecordOutputs(self._uncached))
+        self._run(OutputRecorder(self._uncached))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._uncached.__exit__(*error)
+        self._uncached.close()
 
     def fit(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
         """The weights of all held steps, in order; branches have their own unless `tie` is None."""

@@ -16,17 +16,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError, HoldoverError
+from ..grid import Grid
 from ..models.arguments import tensors_in
+from ..policies.static import AlwaysCompute
+from ..runtime.calls import Crossing
 from ..runtime.clock import Stepped
-from ..runtime.method import Computed
+from ..runtime.method import Computed, Method, NoneConfig
+from ..runtime.unit import Unit
+from ..runtime.whole import WholeSeam
 from .error_model import Measurements, Preconditioning
 from .method import model_output
+from .planner import GenerationSpec, describe_generation
 from .weights import Array
 
 PLACES = ("device", "cpu", "disk")
@@ -36,7 +42,7 @@ _LATENT_ROUNDING = 4e-6  # of the squared latent: what its own rounding may leav
 
 
 class TensorStore:
-    """A list of tensors in float32, kept on the device, in host memory or on disk; closing it frees them."""
+    """A list of tensors in float32, kept on the device, in host memory or on disk."""
 
     def __init__(self, place: str) -> None:
         if place not in PLACES:
@@ -44,14 +50,6 @@ class TensorStore:
         self._place = place
         self._tensors: list[torch.Tensor] = []
         self._folder = tempfile.TemporaryDirectory(prefix="holdover-") if place == "disk" else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._tensors.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -71,6 +69,12 @@ class TensorStore:
     def clear(self) -> None:
         """Remove all tensors."""
         self._tensors.clear()
+
+    def close(self) -> None:
+        """Remove all tensors and their files."""
+        self.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def gram_matrices(stores: Iterable[TensorStore], chunk: int = 1 << 20) -> Array:
@@ -107,7 +111,7 @@ class TrajectoryRecord:
         self._keep_latents, self._keep_outputs = keep_latents, keep_outputs
         self._keep_branches, self._keep_residuals = keep_branches, keep_residuals
         self.preconditioning = preconditioning
-        self.latents, self.outputs = (self._stack.enter_context(TensorStore(place)) for _ in range(2))
+        self.latents, self.outputs = self._new_store(), self._new_store()
         self.branches: dict[str, TensorStore] = {}
         self.residuals: dict[str, TensorStore] = {}
         self._residual_branch: dict[str, str] = {}
@@ -118,7 +122,16 @@ class TrajectoryRecord:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free all tensors."""
         self._stack.close()
+
+    def _new_store(self) -> TensorStore:
+        store = TensorStore(self._place)
+        self._stack.callback(store.close)
+        return store
 
     @property
     def steps(self) -> int:
@@ -130,7 +143,7 @@ class TrajectoryRecord:
         if not self._keep_branches:
             return
         if computed.branch not in self.branches:
-            self.branches[computed.branch] = self._stack.enter_context(TensorStore(self._place))
+            self.branches[computed.branch] = self._new_store()
         output = next(tensors_in(computed.output), None)
         if isinstance(output, torch.Tensor):
             self.branches[computed.branch].append(output)
@@ -141,7 +154,7 @@ class TrajectoryRecord:
         if not self._keep_residuals or self._residual_branch.setdefault(name, computed.branch) != computed.branch:
             return
         if name not in self.residuals:
-            self.residuals[name] = self._stack.enter_context(TensorStore(self._place))
+            self.residuals[name] = self._new_store()
         self.residuals[name].append(torch.cat([r.flatten(1) for r in computed.residual], dim=1))
         self._residual_steps.setdefault(name, []).append(computed.step)
 
@@ -183,6 +196,43 @@ class TrajectoryRecord:
         """The mean squared difference of the latents of two runs before `step`, for each entry of the batch."""
         difference = self.latents[step] - other.latents[step]
         return difference.flatten(1).double().square().mean(1).cpu().numpy()
+
+
+class OutputRecorder(Method):
+    """Computes every step and records the trajectory."""
+
+    name = "calibrate"
+    observes = True
+    follows = True
+
+    def __init__(self, record: TrajectoryRecord) -> None:
+        super().__init__(NoneConfig())
+        self._record = record
+        self._units: list[Unit] = []
+        self._pipeline: Any = None
+        self.spec: GenerationSpec | None = None
+
+    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
+        self._units.append(unit)
+        self._pipeline = pipeline
+        return ()
+
+    def crossing(self, unit: Unit) -> Crossing:
+        return WholeSeam(unit)
+
+    def policy(self, unit: Unit, branch: str, grid: Grid) -> AlwaysCompute:
+        if self.spec is None:
+            self.spec = describe_generation(self._pipeline, self._units, grid)
+        return AlwaysCompute()
+
+    def observe(self, computed: Computed) -> None:
+        self._record.add_forward(computed)
+
+    def stepped(self, stepped: Stepped) -> None:
+        self._record.add_step(stepped)
+
+    def finished(self) -> None:
+        self._record.finish()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which steps to compute: schedules by dynamic programming, exact for every number of computed steps in one sweep.
 
-A *gap* are the held steps between two computed ones. Its cost is the error of its held steps at the end, each predicted
-from the two computed steps before it. Errors of neighboring steps point the same way, so they are summed as vectors:
+A *gap* is a run of held steps between two computed ones. Its cost is the error that its held steps leave at the end,
+each predicted from the two computed steps before it. Errors of neighboring steps point the same way, so they are summed
+as vectors:
 
     c = g' G g,    g = sum_t A_t (1_t - sum_j w_j 1_j)
 

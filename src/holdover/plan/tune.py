@@ -53,7 +53,7 @@ class Trials:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._references.__exit__(*error)
+        self._references.close()
 
     def generate_references(self, progress: Callable[[], Any] | None = None) -> None:
         """Generate the uncached images."""
