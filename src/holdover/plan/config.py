@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,6 +39,10 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.metric}>={self.least:g}"
+
+    def misses(self, values: Sequence[float]) -> int:
+        """How many values are below the target."""
+        return sum(not value >= self.least for value in values)
 
 
 def steps_for(budget: int | str, steps: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any, Self
@@ -192,22 +193,12 @@ class _CalibrationSession:
 
     def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
         """One uncached run and one probe of the same images."""
-
-        def announce(latent: torch.Tensor) -> None:
-            """State the memory that the trajectories take, before it is used."""
-            count, each = 5 * (self._caller.steps + 1), latent.numel() * 4 / 1e6
-            text = f"keeping up to {count} latents of {each:.1f} MB: {count * each:.0f} MB, store={self._store!r}"
-            if bar.disable:
-                logger.info(text)
-            else:
-                bar.write(text)
-
         with TrajectoryRecord(
             self._store,
             keep_outputs=True,
             keep_branches=True,
             keep_residuals=self._seams,
-            announce=None if self._mixes else announce,
+            announce=None if self._mixes else partial(self._announce, bar),
         ) as reference:
             images, spec = self._run_uncached(reference, prompts, seeds)
             self._check_steps(reference.steps, spec)
@@ -226,6 +217,15 @@ class _CalibrationSession:
                 self._compare(images, probe_images, probe.squared_errors(reference, reference.steps))
             self._guard_ratios += method.guard.ratios
             self._mixes.append(mix)
+
+    def _announce(self, bar: Any, latent: torch.Tensor) -> None:
+        """State the memory that the trajectories take, before it is used."""
+        count, size = 5 * (self._caller.steps + 1), latent.numel() * 4 / 1e6
+        text = f"keeping up to {count} latents of {size:.1f} MB: {count * size:.0f} MB, store={self._store!r}"
+        if bar.disable:
+            logger.info(text)
+        else:
+            bar.write(text)
 
     def _run_uncached(
         self, record: TrajectoryRecord, prompts: Sequence[Prompt], seeds: Sequence[int]

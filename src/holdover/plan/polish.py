@@ -101,12 +101,11 @@ class WeightFitter:
         self._caller, self._profile = caller, profile
         self._prompts, self._seeds = prompts, seeds
         preconditioning = Preconditioning.of(profile.facts, np.array(profile.facts.noise))
-        self._uncached = TrajectoryRecord(
-            "device", keep_latents=False, keep_outputs=True, preconditioning=preconditioning
-        )
+        self._uncached = TrajectoryRecord("device", keep_outputs=True, preconditioning=preconditioning)
 
     def __enter__(self) -> Self:
         self._run(OutputRecorder(self._uncached))
+        self._uncached.latents.clear()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -100,7 +100,6 @@ class TrajectoryRecord:
         self,
         place: str,
         *,
-        keep_latents: bool = True,
         keep_outputs: bool = False,
         keep_branches: bool = False,
         keep_residuals: bool = False,
@@ -108,8 +107,7 @@ class TrajectoryRecord:
         announce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._place, self._stack, self._announce = place, ExitStack(), announce
-        self._keep_latents, self._keep_outputs = keep_latents, keep_outputs
-        self._keep_branches, self._keep_residuals = keep_branches, keep_residuals
+        self._keep_outputs, self._keep_branches, self._keep_residuals = keep_outputs, keep_branches, keep_residuals
         self.preconditioning = preconditioning
         self.latents, self.outputs = self._new_store(), self._new_store()
         self.branches: dict[str, TensorStore] = {}
@@ -160,20 +158,18 @@ class TrajectoryRecord:
 
     def add_step(self, stepped: Stepped) -> None:
         """Record a step of the scheduler."""
-        if self._keep_latents:
-            if self._announce is not None and not len(self.latents):
-                self._announce(stepped.sample)
-            self.latents.append(stepped.sample)
+        if self._announce is not None and not len(self.latents):
+            self._announce(stepped.sample)
+        self.latents.append(stepped.sample)
         if self._keep_outputs:
             self.outputs.append(model_output(stepped, self.preconditioning))
         self._last = stepped
 
     def finish(self) -> None:
         """Record the final latent."""
-        if self._last is not None and self._keep_latents:
-            result = self._last.result
+        if self._last is not None:
+            result, self._last = self._last.result, None
             self.latents.append(result[0] if isinstance(result, tuple) else result.prev_sample)
-        self._last = None
 
     def clear(self) -> None:
         """Start over."""

@@ -46,7 +46,8 @@ class Trials:
 
     def __init__(self, caller: Caller, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1) -> None:
         self._caller = caller
-        self.parts = list(batches(prompts, batch_size, seed))
+        self._parts = list(batches(prompts, batch_size, seed))
+        self.count = len(self._parts)  # calls of the pipeline that one trial takes
         self._references = TensorStore("cpu")
 
     def __enter__(self) -> Self:
@@ -57,7 +58,7 @@ class Trials:
 
     def generate_references(self, progress: Callable[[], Any] | None = None) -> None:
         """Generate the uncached images."""
-        for prompts, seeds in self.parts:
+        for prompts, seeds in self._parts:
             images = self._caller(prompts, seeds)
             if images is None:
                 raise HoldoverError(f"The output of {type(self._caller.pipe).__name__} is not an image to compare.")
@@ -82,7 +83,7 @@ class Trials:
         backend.enable(self._caller.pipe)
         values: list[float] = []
         try:
-            for index, (prompts, seeds) in enumerate(self.parts):
+            for index, (prompts, seeds) in enumerate(self._parts):
                 images = self._caller(prompts, seeds)
                 assert images is not None
                 values += each(_METRICS[metric], images.cpu(), self._references[index]).tolist()
@@ -141,19 +142,16 @@ def tune(
     wanted = Target.parsed(target)
     chosen = _held_back_prompts(pipe, profile, prompts, share, confidence)
     most = allowed_misses(len(chosen), share, confidence) or 0
-    candidates = _candidates(search_profile(profile).frontier, wanted, profile.facts.psnr_offset)
+    offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
+    candidates = _candidates(search_profile(profile).frontier, wanted, offset)
     tried: list[CandidateResult] = []
-
-    def misses(values: Sequence[float]) -> int:
-        return sum(not value >= wanted.least for value in values)
 
     def passes(candidate: CandidateSchedule) -> bool:
         values, plan = trials.run(
-            profile, wanted.metric, candidate.computed, bar.update, stop=lambda values: misses(values) > most
+            profile, wanted.metric, candidate.computed, bar.update, stop=lambda values: wanted.misses(values) > most
         )
-        offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
         expected = None if offset is None else candidate.psnr(offset)
-        passed = misses(values) <= most
+        passed = wanted.misses(values) <= most
         tried.append(CandidateResult(candidate.computed, expected, tuple(values), passed, plan))
         return passed
 
@@ -161,10 +159,7 @@ def tune(
         without_progress_bars(pipe),
         Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size) as trials,
         tqdm(
-            total=len(trials.parts) * (1 + len(candidates)),
-            disable=not progress,
-            desc=f"tuning to {wanted}",
-            unit="run",
+            total=trials.count * (1 + len(candidates)), disable=not progress, desc=f"tuning to {wanted}", unit="run"
         ) as bar,
     ):
         trials.generate_references(bar.update)
@@ -179,7 +174,7 @@ def tune(
         share=share,
         confidence=confidence,
         prompts=len(result.values),
-        below=misses(result.values),
+        below=wanted.misses(result.values),
         prompts_hash=hash_prompts(chosen),
         scheduler=type(pipe.scheduler).__name__,
         plan=result.plan,
@@ -211,10 +206,10 @@ def _held_back_prompts(
 def _candidates(
     frontier: dict[int, CandidateSchedule], target: Target, offset: float | None
 ) -> list[CandidateSchedule]:
-    """Candidates from slow to fast, chosen from the profile alone; they start well above the target."""
+    """Candidates from slow to fast, chosen from the profile alone; with an offset to dB, they start 20 dB above the target."""
     budgets = [count for count, candidate in frontier.items() if candidate.cost > 0]
     slowest = max(budgets, default=0)
-    if target.metric == "psnr" and offset is not None:
+    if offset is not None:
         safe = [count for count in budgets if frontier[count].psnr(offset) >= target.least + _MARGIN]
         slowest = min(safe, default=slowest)
     chosen: list[CandidateSchedule] = []
