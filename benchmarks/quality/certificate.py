@@ -6,8 +6,8 @@ from typing import Any
 
 import holdover
 from holdover.metrics import METRICS, Summary, psnr
-from holdover.plan.target import Target
-from holdover.tuning import Tuned
+from holdover.plan import TuningResult
+from holdover.plan.config import Target
 
 from .bench import Bench, Course
 from .plans import plan
@@ -35,7 +35,7 @@ def _tried(bench: Bench, target: str) -> dict[str, Any]:
     }
 
 
-def _tuned(bench: Bench, target: str) -> Tuned:
+def _tuned(bench: Bench, target: str) -> TuningResult:
     scale = bench.scale
     begin, end = scale.held_back
     return holdover.tune(

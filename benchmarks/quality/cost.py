@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from holdover.plan.planner import search_profile
 from holdover.profiles import Profile
-from holdover.tuning.setting import planner_for
 
 from .bench import Bench, Course
 from .ways import counted, uncached
@@ -40,9 +40,9 @@ def calibrating(bench: Bench, course: Course) -> dict[str, Any]:
 
 def planning(profile: Profile) -> dict[str, Any]:
     """CPU seconds of all threads for the schedules of all budgets, and for the weights of each on top."""
-    planner_for(profile).frontier  # noqa: B018
+    search_profile(profile).frontier  # noqa: B018
     begin = time.process_time()
-    planner = planner_for(profile)
+    planner = search_profile(profile)
     frontier = planner.frontier
     scheduled = time.process_time() - begin
     for choice in frontier.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdover.plan.schedules import growing, uniform
+from holdover.plan.search import growing, uniform
 from holdover.profiles import Profile
 
 from .bench import Bench, Course, Row

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import holdover
-from holdover.plan.schedules import growing
+from holdover.plan.search import growing
 from holdover.profiles import MagCacheProfile, shipped
 
 from .loop import BRANCH, Pipeline

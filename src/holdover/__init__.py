@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .base import DiffusionCacheConfig as DiffusionCacheConfig
     from .cache_dit_backend import CacheDiTBackend as CacheDiTBackend
     from .cache_dit_backend import CacheDiTConfig as CacheDiTConfig
-    from .calibration import calibrate as calibrate
     from .context import CacheContext as CacheContext
     from .engine.parallel import Ranks as Ranks
     from .errors import ConfigError as ConfigError
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
     from .models.registry import unregister_family as unregister_family
     from .plan import PlanBackend as PlanBackend
     from .plan import PlanConfig as PlanConfig
+    from .plan import calibrate as calibrate
+    from .plan import polish as polish
+    from .plan import tune as tune
     from .profiles import Profile as Profile
     from .prompt_embed_cache import PromptEmbedCache as PromptEmbedCache
     from .prompt_embed_cache import install_prompt_embed_cache as install_prompt_embed_cache
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from .teacache import TeaCacheBackend as TeaCacheBackend
     from .teacache import TeaCacheConfig as TeaCacheConfig
     from .teacache import apply_teacache_hook as apply_teacache_hook
-    from .tuning import polish as polish
-    from .tuning import tune as tune
     from .zoo import load as load
 
 __version__ = "0.1.0"
@@ -63,7 +63,6 @@ _PUBLIC = {
     "api": ("check", "disable", "enable"),
     "base": ("CacheBackend", "DiffusionCacheConfig"),
     "cache_dit_backend": ("CacheDiTBackend", "CacheDiTConfig"),
-    "calibration": ("calibrate",),
     "context": ("CacheContext",),
     "engine.parallel": ("Ranks",),
     "errors": (
@@ -85,7 +84,7 @@ _PUBLIC = {
         "unregister_extractor",
         "unregister_family",
     ),
-    "plan": ("PlanBackend", "PlanConfig"),
+    "plan": ("PlanBackend", "PlanConfig", "calibrate", "polish", "tune"),
     "profiles": ("Profile",),
     "prompt_embed_cache": (
         "PromptEmbedCache",
@@ -95,7 +94,6 @@ _PUBLIC = {
     ),
     "selector": ("get_cache_backend",),
     "teacache": ("TeaCacheBackend", "TeaCacheConfig", "apply_teacache_hook"),
-    "tuning": ("polish", "tune"),
     "zoo": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -14,7 +14,7 @@ from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.models.registry import get_family
 from holdover.plan.guard import Guard
 from holdover.runtime.ranks import Groups
-from plan.trajectories import falling, kernel_of, outputs
+from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
 
 from .guidance import Loop
@@ -237,15 +237,15 @@ def misstated() -> list[str]:
 def guarded() -> tuple[list[bool], list[bool]]:
     """The outputs are smooth on one rank and noise on the other: when a guard of each, and one of all, is alarmed."""
     levels = falling(STEPS)
-    kernel = kernel_of(levels, [outputs(levels, seed) for seed in (1, 2)])
+    measured = measurements_of(levels, [outputs(levels, seed) for seed in (1, 2)])
     smooth = torch.from_numpy(outputs(levels, 1))
     seen = torch.stack([noise(*row.shape, seed=i) for i, row in enumerate(smooth)]) if dist.get_rank() else smooth
-    return _alarms(Guard(kernel), seen), _alarms(Guard(kernel, groups=Groups(cfg=dist.group.WORLD)), seen)
+    return _alarms(Guard(measured), seen), _alarms(Guard(measured, groups=Groups(cfg=dist.group.WORLD)), seen)
 
 
 def _alarms(guard: Guard, seen: torch.Tensor) -> list[bool]:
     alarms = []
     for step, output in enumerate(seen):
-        guard.saw(step, output[None])
-        alarms.append(guard.alarmed())
+        guard.observe(step, output[None])
+        alarms.append(guard.is_alarmed())
     return alarms

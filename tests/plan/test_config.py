@@ -6,7 +6,7 @@ import pytest
 
 import holdover
 from holdover import ConfigError, PlanConfig
-from holdover.plan.target import Target, steps_for
+from holdover.plan.config import Target, steps_for
 
 
 @pytest.mark.parametrize(

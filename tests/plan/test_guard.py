@@ -1,4 +1,4 @@
-"""The guard: silent on what was measured, awake where the model is another one."""
+"""The guard: silent on generations like those measured, alarmed on another model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import holdover
+from holdover.engine.signals import AsyncScalar
 from holdover.plan.guard import Guard
-from holdover.runtime.late import LateScalar
 from tiny.pipelines import PIPELINES, run
 
 from .profiled import calibrated
-from .trajectories import WIDTH, falling, kernel_of, outputs
+from .trajectories import WIDTH, falling, measurements_of, outputs
 
 FLUX = "FluxPipeline"
 STEPS = 24
@@ -29,14 +29,14 @@ def flux():
     return tiny, tiny.build()
 
 
-def foreign(transformer):
+def replace_weights(transformer):
     """Other weights, put in after the cache was enabled."""
     with torch.no_grad():
         for index, parameter in enumerate(transformer.parameters()):
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(index))
 
 
-def test_a_calibration_of_enough_steps_measures_what_is_usual():
+def test_a_calibration_of_enough_steps_measures_the_usual_ratios():
     usual, largest = profile().facts.surprise
     assert 0 < usual <= largest
 
@@ -62,7 +62,7 @@ def test_nothing_is_added_on_prompts_like_those_of_the_calibration(flux):
 def test_other_weights_get_more_steps_but_a_quarter_at_most_and_one_warning(flux, budget):
     tiny, pipe = flux
     with holdover.enable(pipe, "plan", profile=profile(), budget=budget) as cache:
-        foreign(pipe.transformer)
+        replace_weights(pipe.transformer)
         with pytest.warns(holdover.HoldoverWarning, match="times less predictable") as warned:
             first = run(pipe, **tiny.call(steps=STEPS))
             second = run(pipe, **tiny.call(steps=STEPS))
@@ -79,7 +79,7 @@ def test_all_branches_get_the_added_steps():
     tiny = PIPELINES["QwenImagePipeline"]
     pipe = tiny.build()
     with holdover.enable(pipe, "plan", profile=calibrated("QwenImagePipeline", 18, 1), budget=8) as cache:
-        foreign(pipe.transformer)
+        replace_weights(pipe.transformer)
         with pytest.warns(holdover.HoldoverWarning):
             run(pipe, **tiny.call(steps=18))
         generation = cache.stats().last
@@ -87,55 +87,55 @@ def test_all_branches_get_the_added_steps():
     assert generation.trace("cond") == generation.trace("uncond")
 
 
-def test_without_the_guard_the_plan_stands_and_nothing_is_said(flux):
+def test_without_the_guard_the_plan_is_kept_and_nothing_is_warned(flux):
     tiny, pipe = flux
     with holdover.enable(pipe, "plan", profile=profile(), budget=8, guard=False) as cache:
-        foreign(pipe.transformer)
+        replace_weights(pipe.transformer)
         run(pipe, **tiny.call(steps=STEPS))
         assert cache.stats().last.computed == {"cond": 8}
 
 
-def test_where_it_stays_silent_the_guard_changes_nothing(flux):
+def test_a_silent_guard_changes_nothing(flux):
     tiny, pipe = flux
-    pictures = []
+    images = []
     for guard in (True, False, True):
         with holdover.enable(pipe, "plan", profile=profile(), budget=8, guard=guard):
-            pictures.append(run(pipe, **tiny.call(steps=STEPS)))
-    assert torch.equal(pictures[0], pictures[1])
-    assert torch.equal(pictures[0], pictures[2])
+            images.append(run(pipe, **tiny.call(steps=STEPS)))
+    assert torch.equal(images[0], images[1])
+    assert torch.equal(images[0], images[2])
 
 
-def test_a_short_calibration_measures_what_is_usual_too():
-    """Few-step models are those that a guard is for: twelve steps must be enough for one."""
+def test_a_short_calibration_measures_the_usual_ratios_too():
+    """Few-step models need a guard most: twelve steps must be enough for one."""
     assert len(calibrated(FLUX).facts.surprise) == 2
 
 
-# On paper.
+# Without a pipeline.
 
 
 def watched(noise, vectors, computed, scale=1.0, usual=(1.0, 1.0)):
-    """A guard that has seen the computed steps of a generation."""
+    """A guard that has observed the computed steps of a generation."""
     known = [outputs(noise, seed) for seed in (1, 2)]
-    guard = Guard(kernel_of(noise, known), usual)
+    guard = Guard(measurements_of(noise, known), usual)
     for step in computed:
-        guard.saw(step, torch.from_numpy(vectors[step] * scale)[None])
+        guard.observe(step, torch.from_numpy(vectors[step] * scale)[None])
     return guard
 
 
 def test_the_ratio_is_one_at_most_on_a_measured_generation():
     noise = falling(20)
     guard = watched(noise, outputs(noise, 1), range(0, 20, 3))
-    assert not guard.alarmed()
+    assert not guard.is_alarmed()
     assert max(guard.ratios) <= 1.0 + 1e-4
     assert len(guard.ratios) == 5
-    assert guard.foreign() is None
+    assert guard.mismatch() is None
 
 
 def test_the_size_of_the_outputs_does_not_matter():
     noise = falling(20)
     small, large = (watched(noise, outputs(noise, 1), range(0, 20, 3), scale) for scale in (0.01, 100.0))
-    small.alarmed()
-    large.alarmed()
+    small.is_alarmed()
+    large.is_alarmed()
     assert small.ratios == pytest.approx(large.ratios, rel=1e-3)
 
 
@@ -143,19 +143,19 @@ def test_outputs_without_any_order_alarm():
     noise = falling(20)
     random = np.random.default_rng(0).normal(size=(20, WIDTH))
     guard = watched(noise, random, range(0, 20, 3))
-    assert guard.alarmed()
-    assert guard.foreign() > 8
-    assert not guard.alarmed()
+    assert guard.is_alarmed()
+    assert guard.mismatch() > 8
+    assert not guard.is_alarmed()
 
 
 def test_outputs_that_are_not_finite_alarm():
     noise = falling(20)
     broken = outputs(noise, 1)
     broken[6] = np.nan
-    assert watched(noise, broken, (0, 3, 6)).alarmed()
+    assert watched(noise, broken, (0, 3, 6)).is_alarmed()
 
 
-def test_a_number_on_the_cpu_is_just_there():
-    late = LateScalar(torch.tensor(2.5))
+def test_a_number_on_the_cpu_is_ready_at_once():
+    late = AsyncScalar(torch.tensor(2.5))
     assert late.ready
     assert late.read() == 2.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdover
-from holdover.plan.schedules import growing
+from holdover.plan.search import growing
 from snapshots import denoiser, differences
 from tiny.pipelines import PIPELINES, run
 

@@ -1,4 +1,4 @@
-"""Smooth trajectories as explicit vectors, so that everything on paper can be compared with the thing itself."""
+"""Smooth trajectories as explicit vectors, so that simulations can be compared with real tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from diffusers import DPMSolverMultistepScheduler
 from numpy.typing import NDArray
 
 from holdover.grid import Grid
-from holdover.plan.kernel import Kernel
-from holdover.plan.response import response_of
+from holdover.plan.error_model import Measurements, scheduler_response
 
 Array = NDArray[np.float64]
 WIDTH = 40  # values in a latent
@@ -26,20 +25,20 @@ def falling(steps: int) -> Array:
     return np.linspace(1.0, 1.0 / steps, steps)
 
 
-def kernel_of(noise: Array, generations: list[Array], growth: Array | None = None) -> Kernel:
+def measurements_of(noise: Array, generations: list[Array], growth: Array | None = None) -> Measurements:
     grams = np.stack([v @ v.T / WIDTH for v in generations])
-    return Kernel(noise, grams, np.zeros((len(generations), len(noise) + 1)) if growth is None else growth)
+    return Measurements(noise, grams, np.zeros((len(generations), len(noise) + 1)) if growth is None else growth)
 
 
-def branched_kernel(noise: Array, generations: list[list[Array]], mix: tuple[float, ...]) -> Kernel:
-    """The same of generations with several branches, each with outputs of its own."""
+def branched_measurements(noise: Array, generations: list[list[Array]], mix: tuple[float, ...]) -> Measurements:
+    """Measurements of generations with several branches, each with outputs of its own."""
     stacked = [np.concatenate(branches) for branches in generations]
-    return Kernel(noise, kernel_of(noise, stacked).grams, np.zeros((len(stacked), len(noise) + 1)), mix)
+    return Measurements(noise, measurements_of(noise, stacked).grams, np.zeros((len(stacked), len(noise) + 1)), mix)
 
 
-def smooth_kernel(steps: int, seed: int, count: int = 3) -> Kernel:
+def smooth_measurements(steps: int, seed: int, count: int = 3) -> Measurements:
     noise = falling(steps)
-    return kernel_of(noise, [outputs(noise, 100 * seed + i) for i in range(count)])
+    return measurements_of(noise, [outputs(noise, 100 * seed + i) for i in range(count)])
 
 
 def mean_square(vector: Array) -> float:
@@ -51,6 +50,6 @@ def multistep(steps: int) -> tuple[Array, Array]:
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     scheduler.set_timesteps(steps)
     noise = scheduler.timesteps.double().numpy() / 1000
-    response = response_of(scheduler, Grid(steps, tuple(noise)))
+    response = scheduler_response(scheduler, Grid(steps, tuple(noise)))
     assert response is not None
     return noise, response

@@ -14,13 +14,13 @@ import holdover
 from holdover.compare import Comparison, Custom, FewerSteps, Method, Results, compare
 from holdover.compare.diffusers_caches import diffusers_cache
 from holdover.metrics import Summary
+from holdover.plan import TuningResult
+from holdover.plan.planner import search_profile
 from holdover.profiles import Profile, measured
 from holdover.report import Prediction, write_report
 from holdover.report.prediction import predicted
 from holdover.report.side_by_side import Line, side_by_side
 from holdover.report.side_by_side import measured as measured_lines
-from holdover.tuning import Tuned
-from holdover.tuning.setting import planner_for
 from tiny.prompted import prompted_flux
 
 STEPS, TARGET = 8, "psnr>=45"
@@ -33,14 +33,14 @@ def pipe() -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(pipe: Any) -> Tuned:
+def found(pipe: Any) -> TuningResult:
     profile = holdover.calibrate(pipe, ["red apple", "blue dog"], STEPS, batch_size=2, progress=False)
     sure = {"share": 0.5, "confidence": 0.9, "batch_size": 2, "progress": False}
     return holdover.tune(pipe, profile, HELD_BACK, TARGET, **sure)
 
 
 @pytest.fixture(scope="module")
-def prediction(found: Tuned) -> Prediction:
+def prediction(found: TuningResult) -> Prediction:
     return Prediction.of(found, TARGET)
 
 
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(pipe: Any, found: Tuned, folder: Path) -> Results:
+def results(pipe: Any, found: TuningResult, folder: Path) -> Results:
     found.profile.save(folder / "tiny.safetensors")
     settings = {"profile": str(folder / "tiny.safetensors"), "guard": False}
     plans = [Method("plan", (("budget", k), *settings.items()), f"plan {k}", "plan") for k in (2, 4)]
@@ -83,7 +83,7 @@ def shipped() -> Profile:
 
 def test_every_budget_that_holds_has_what_the_planner_expects_of_it() -> None:
     profile = shipped()
-    offset, frontier = profile.facts.psnr_offset, planner_for(profile).frontier
+    offset, frontier = profile.facts.psnr_offset, search_profile(profile).frontier
     assert offset is not None
     found = predicted(profile)
     assert [count for count, _ in found] == list(range(1, 50))
@@ -96,7 +96,7 @@ def test_a_profile_without_pictures_predicts_nothing() -> None:
     assert predicted(shipped().with_facts(psnr_offset=None)) == ()
 
 
-def test_trials_have_what_was_expected_and_what_was_measured(found: Tuned, prediction: Prediction) -> None:
+def test_trials_have_what_was_expected_and_what_was_measured(found: TuningResult, prediction: Prediction) -> None:
     assert len(prediction.trials) == len(found.tried) > 1
     for trial, tried in zip(prediction.trials, found.tried, strict=True):
         assert trial.expected == prediction.at(trial.computed) == tried.expected
@@ -164,7 +164,7 @@ def test_without_a_prediction_nothing_is_drawn_of_it(results: Results, folder: P
     assert "dB expected" not in html
 
 
-def test_a_target_that_is_no_psnr_is_no_line(results: Results, found: Tuned) -> None:
+def test_a_target_that_is_no_psnr_is_no_line(results: Results, found: TuningResult) -> None:
     svg = side_by_side(results, Prediction.of(found, "ssim>=0.9"), 11.5, 5.6, "ssim")
     assert "target" not in svg
     assert svg.count(">certified: ") == 1

@@ -143,7 +143,7 @@ def test_what_was_measured_is_told(tmp_path: Any) -> None:
     import numpy as np
 
     from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
-    from holdover.runtime.identity import facts_of
+    from holdover.plan.identity import facts_of
     from holdover.serve.known import known_of
 
     pipe = holdover.load("emoji")

@@ -31,16 +31,16 @@ def calibrate(
 ) -> None:
     """Measure everything every method needs, on a few uncached pictures, and write a profile."""
     with one_line_errors():
-        from ..calibration import calibrate as measured
-        from ..calibration.prompts import built_in, from_file
         from ..errors import ConfigError
+        from ..plan import calibrate as measured
+        from ..plan.calls import built_in_prompts, prompts_from_file
 
         _check_profile_path(out)
         if num < 1:
             raise ConfigError(f"--num must be 1 or more, not {num}.")
-        given = None if prompts is None else from_file(prompts)
+        given = None if prompts is None else prompts_from_file(prompts)
         pipe = load_pipeline(model)
-        chosen = (built_in(pipe) if given is None else given)[:num]
+        chosen = (built_in_prompts(pipe) if given is None else given)[:num]
         profile = measured(
             pipe, chosen, steps, guidance_scale=guidance, batch_size=batch_size, seed=seed, store=store, name=out.stem
         )
@@ -61,9 +61,9 @@ def _check_profile_path(out: Path) -> None:
 
 def _print_frontier(profile: Profile) -> None:
     """What plans are expected to keep."""
-    from ..tuning.setting import planner_for
+    from ..plan.planner import search_profile
 
-    frontier, steps = planner_for(profile).frontier, len(profile.facts.noise)
+    frontier, steps = search_profile(profile).frontier, len(profile.facts.noise)
     offset = profile.facts.psnr_offset
     for factor in _BUDGETS:
         choice = frontier[max(min(frontier), int(steps / factor))]

@@ -40,17 +40,17 @@ def tune(
     frontier are drawn side by side, with every other method and fewer steps of both orders on the same axes.
     """
     with one_line_errors():
-        from ..calibration.prompts import built_in, from_file
-        from ..plan.target import Target
+        from ..plan import tune as tuned
+        from ..plan.calls import built_in_prompts, prompts_from_file
+        from ..plan.config import Target
         from ..profiles import Profile
-        from ..tuning import tune as tuned
 
         Target.parsed(target)
         _check(num, report, report_prompts)
         measured = Profile.load(profile)
-        given = None if prompts is None else from_file(prompts)
+        given = None if prompts is None else prompts_from_file(prompts)
         pipe = load_pipeline(model)
-        chosen = (built_in(pipe)[measured.facts.prompts :] if given is None else given)[:num]
+        chosen = (built_in_prompts(pipe)[measured.facts.prompts :] if given is None else given)[:num]
         found = tuned(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size)
         found.profile.save(profile)
         from ..report import Prediction

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..calibration.calls import keywords_of
 from ..errors import ConfigError, did_you_mean
+from ..plan.calls import keywords_of
 from .spec import Comparison
 
 AfterBatch = Callable[[int], None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
-from ..plan.schedules import uniform
+from ..plan.search import uniform
 from ..profiles import Profile
 from .candidates import Candidate, Custom, FewerSteps, Method
 from .diffusers_caches import diffusers_cache

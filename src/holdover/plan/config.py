@@ -1,40 +1,89 @@
-"""Settings of the planned cache."""
+"""Settings of the planned cache: a budget such as `4x`, a quality target such as `psnr>=40`, or a schedule."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..config import Config, setting
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..profiles import Profile
-from .target import Target, speed_up
 
 DEFAULT_BUDGET = "3x"
+METRICS = ("psnr", "ssim")
+_TARGET = re.compile(r"\s*(\w+)\s*>=\s*(\d+(?:\.\d+)?)\s*(?:dB)?\s*")
+_SPEED_UP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*x\s*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A quality metric and its minimum value."""
+
+    metric: str
+    least: float
+
+    @classmethod
+    def parsed(cls, text: str) -> Target:
+        """Parse a target such as `psnr>=40` or `ssim>=0.98`."""
+        match = _TARGET.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"A target looks like 'psnr>=40' or 'ssim>=0.98', not {text!r}.")
+        metric, least = match[1].lower(), float(match[2])
+        if metric not in METRICS:
+            raise ConfigError(f"There is no metric {match[1]!r}.{did_you_mean(metric, METRICS)} Known: psnr, ssim.")
+        if metric == "ssim" and least > 1:
+            raise ConfigError(f"SSIM is at most 1, so {text!r} cannot be met.")
+        return cls(metric, least)
+
+    def __str__(self) -> str:
+        return f"{self.metric}>={self.least:g}"
+
+    def misses(self, values: Sequence[float]) -> int:
+        """How many values are below the target."""
+        return sum(not value >= self.least for value in values)
+
+
+def steps_for(budget: int | str, steps: int) -> int:
+    """The number of computed steps that a budget (`10` or `"4x"`) allows in a generation of `steps` steps."""
+    if isinstance(budget, int):
+        return min(budget, steps)
+    return max(1, int(steps / _speed_up(budget)))
+
+
+def _speed_up(budget: str) -> float:
+    """The factor in `4x`."""
+    match = _SPEED_UP.fullmatch(budget)
+    if match is None or float(match[1]) < 1:
+        raise ConfigError(
+            f"A budget is a number of computed steps or a speed-up of at least 1x like '4x', not {budget!r}."
+        )
+    return float(match[1])
 
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """Hold by a plan that is made before the first step.
+    """Compute and hold steps according to a plan that is made before the first step.
 
-    One of `budget`, `target` and `schedule` says what is wanted; without any it is `budget="3x"`. `profile` is what
-    `holdover.calibrate` measured: the object, a file, or the name of a shipped one. Without one the shipped profile of
-    this very model is used, and where there is none, Newton's extrapolation on a growing window.
+    Set one of `budget`, `target` and `schedule`; the default is `budget="3x"`. `profile` is the result of
+    `holdover.calibrate`: the object, a file, or the name of a shipped profile. Without one, the shipped profile of this
+    model is used; if there is none, the plan is a growing window with Newton extrapolation.
     """
 
     method: ClassVar[str] = "plan"
     color: ClassVar[str] = "rose"
     vllm_omni: ClassVar[str] = "holdover_plan"
 
-    profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
+    profile: Profile | str | None = setting(None, doc="measured constants: a Profile, a file, or a shipped profile")
     budget: int | str | None = setting(None, doc='computed steps, or a speed-up such as "4x"')
-    target: str | None = setting(None, doc='least quality, such as "psnr>=40" or "ssim>=0.98"')
-    schedule: tuple[int, ...] | None = setting(None, doc="the computed steps themselves, counted from 0")
+    target: str | None = setting(None, doc='minimum quality, such as "psnr>=40" or "ssim>=0.98"')
+    schedule: tuple[int, ...] | None = setting(None, doc="the computed steps, counted from 0")
     predictor: str = setting(
-        "auto", choices=("auto", "hold", "newton", "least_squares"), doc="what a held step is made of"
+        "auto", choices=("auto", "hold", "newton", "least_squares"), doc="how a held step is predicted"
     )
     quantity: str = setting("output", choices=("output", "seam"), doc="what is held: the model's output, or residuals")
-    guard: bool = setting(True, doc="compute more where a generation is harder than those measured")
+    guard: bool = setting(True, doc="compute more steps where a generation is harder than the measured ones")
 
     @property
     def batchable(self) -> bool:
@@ -45,20 +94,12 @@ class PlanConfig(Config):
         given = [name for name in ("budget", "target", "schedule") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"PlanConfig takes one of budget, target and schedule, not {' and '.join(given)}.")
-        _check_budget(self.budget)
+        if isinstance(self.budget, int) and self.budget < 1:
+            raise ConfigError(f"PlanConfig.budget must be at least 1 computed step, not {self.budget}.")
+        if isinstance(self.budget, str):
+            _speed_up(self.budget)
         if self.target is not None:
             Target.parsed(self.target)
-        if self.schedule is not None:
-            _check_schedule(self.schedule)
-
-
-def _check_budget(budget: int | str | None) -> None:
-    if isinstance(budget, int) and budget < 1:
-        raise ConfigError(f"PlanConfig.budget must be at least 1 computed step, not {budget}.")
-    if isinstance(budget, str):
-        speed_up(budget)
-
-
-def _check_schedule(schedule: tuple[int, ...]) -> None:
-    if not schedule or min(schedule) < 0 or len(set(schedule)) < len(schedule):
-        raise ConfigError(f"PlanConfig.schedule must be distinct steps counted from 0, not {list(schedule)}.")
+        steps = self.schedule
+        if steps is not None and (not steps or min(steps) < 0 or len(set(steps)) < len(steps)):
+            raise ConfigError(f"PlanConfig.schedule must be distinct steps counted from 0, not {list(steps)}.")

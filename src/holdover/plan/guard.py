@@ -1,9 +1,10 @@
-"""Is this generation harder than those the plan was made on?
+"""The guard: notices a generation that is harder to predict than those the plan was made on.
 
-At each computed step the plan's own forecast is at hand. Forecast minus truth, over what it was along the measured
-generations, says how hard this one is; how large that ratio is in an ordinary generation with held steps was measured
-too. The number is read when it has arrived, a step late, so nothing waits for it. Over several ranks it is the largest
-of them all, and all read it at the same step.
+At each computed step t the output is also predicted from the computed steps before it. The *ratio* of the step is the
+relative squared error of that prediction, |v_t - sum_j w_j v_j|^2 / |v_t|^2, divided by the largest_on_device relative error in
+the measured generations. Calibration records how large ratios usually are in a generation with held steps. Ratios are
+copied to the host asynchronously and read one step later. Over several ranks the ratio is the largest_on_device of all ranks, and
+all ranks read it at the same step.
 """
 
 from __future__ import annotations
@@ -16,62 +17,64 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..runtime.exchange import largest
-from ..runtime.late import LateScalar
-from ..runtime.ranks import ALONE, Groups
-from .kernel import Kernel
-from .rollout import DEPTH, Weights, least_squares, missed_by
+from ..engine.parallel import SINGLE_PROCESS, Groups, largest_on_device
+from ..engine.signals import AsyncScalar
+from .error_model import Measurements
+from .weights import DEPTH, Weights, fit_output, prediction_error
 
-HARD = 2.0  # times the largest ratio of the calibration: one more step is computed
-FOREIGN = 8.0  # times its median, over a whole generation: these are not the weights that were measured
+HARD_FACTOR = 2.0  # times the largest_on_device ratio in the calibration: compute one more step
+MISMATCH_FACTOR = 8.0  # times its median ratio, over a whole generation: the model is not the one that was measured
 
 
 class Guard:
-    """Watches the guided outputs of one generation; `usual` is the median and the largest ratio of the calibration."""
+    """Watches the outputs of one generation; `usual` is the median and the largest_on_device ratio in the calibration."""
 
-    def __init__(self, kernel: Kernel, usual: tuple[float, float] = (1.0, 1.0), groups: Groups = ALONE) -> None:
-        self._kernel, self._usual, self._groups = kernel, usual, groups
+    def __init__(
+        self, measurements: Measurements, usual: tuple[float, float] = (1.0, 1.0), groups: Groups = SINGLE_PROCESS
+    ) -> None:
+        self._measurements, self._usual, self._groups = measurements, usual, groups
         self._outputs: deque[tuple[int, torch.Tensor]] = deque(maxlen=DEPTH)
-        self._pending: deque[LateScalar] = deque()
-        self._passed_over = 0
+        self._pending: deque[AsyncScalar] = deque()
+        self._postponed = 0
         self.ratios: list[float] = []
 
-    def saw(self, step: int, output: torch.Tensor) -> None:
-        """A step was computed: compare its output with what the steps before it foretold."""
+    def observe(self, step: int, output: torch.Tensor) -> None:
+        """Compare the output of a computed step with its prediction from the computed steps before it."""
         if len(self._outputs) > 1:
-            weights = least_squares([s for s, _ in self._outputs], step, self._kernel.mean)
-            ratio = self._missed(weights, output) / self._largest(weights, step)
-            self._pending.append(LateScalar(largest(self._groups, ratio)))
+            weights = fit_output([s for s, _ in self._outputs], step, self._measurements.mean_gram)
+            ratio = self._relative_error(weights, output) / self._largest_measured(weights, step)
+            self._pending.append(AsyncScalar(largest_on_device(self._groups, ratio)))
         self._outputs.append((step, output))
 
-    def _missed(self, weights: Weights, output: torch.Tensor) -> torch.Tensor:
-        """The squared error of the forecast over the output, of the worst picture in the batch."""
-        wrong = output.float()
+    def _relative_error(self, weights: Weights, output: torch.Tensor) -> torch.Tensor:
+        """The squared error of the prediction over the squared output, of the worst image in the batch."""
+        error = output.float()
         for weight, (_, earlier) in zip(weights.values, self._outputs, strict=True):
-            wrong = wrong.sub(earlier, alpha=weight)
+            error = error.sub(earlier, alpha=weight)
         size = output.float().flatten(1).square().sum(1).clamp_min(1e-12)
-        return (wrong.flatten(1).square().sum(1) / size).max()
+        return (error.flatten(1).square().sum(1) / size).max()
 
-    def _largest(self, weights: Weights, step: int) -> float:
-        """The same in the measured generation that was hardest at this step."""
-        missed = self._kernel.squared(missed_by(weights, step, self._kernel.steps))
-        return max(1e-12, float((missed / np.maximum(self._kernel.grams[:, step, step], 1e-12)).max()))
+    def _largest_measured(self, weights: Weights, step: int) -> float:
+        """The same relative error in the measured generation where it is largest_on_device."""
+        measurements = self._measurements
+        errors = measurements.squared_norm(prediction_error(weights, step, measurements.steps))
+        return max(1e-12, float((errors / np.maximum(measurements.grams[:, step, step], 1e-12)).max()))
 
-    def alarmed(self) -> bool:
-        """Whether a number that has arrived since the last call is far outside what was measured."""
+    def is_alarmed(self) -> bool:
+        """Read the ratios that have arrived since the last call; True if one is far above those measured."""
         arrived = [self._pending.popleft().read() for _ in range(self._due())]
         self.ratios += arrived
-        return any(not isfinite(ratio) or ratio > HARD * self._usual[1] for ratio in arrived)
+        return any(not isfinite(ratio) or ratio > HARD_FACTOR * self._usual[1] for ratio in arrived)
 
     def _due(self) -> int:
-        """How many numbers to read: those that have arrived; over several ranks all but those of this very step."""
-        if not self._groups.every or all(number.immediate for number in self._pending):
-            return sum(1 for _ in takewhile(lambda number: number.ready, self._pending))
-        due, self._passed_over = self._passed_over, len(self._pending) - self._passed_over
+        """How many ratios to read: those that have arrived; over several ranks, all but those of the current step."""
+        if not self._groups.all or all(ratio.immediate for ratio in self._pending):
+            return sum(1 for _ in takewhile(lambda ratio: ratio.ready, self._pending))
+        due, self._postponed = self._postponed, len(self._pending) - self._postponed
         return due
 
-    def foreign(self) -> float | None:
-        """How far the whole generation was off, where that is more than a hard prompt can explain."""
-        self.alarmed()
-        off = median(self.ratios) / self._usual[0] if len(self.ratios) > 2 else 0.0
-        return off if off > FOREIGN else None
+    def mismatch(self) -> float | None:
+        """How many times the usual the median ratio of the generation is, if no hard prompt can explain it."""
+        self.is_alarmed()
+        factor = median(self.ratios) / self._usual[0] if len(self.ratios) > 2 else 0.0
+        return factor if factor > MISMATCH_FACTOR else None

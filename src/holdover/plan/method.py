@@ -1,4 +1,8 @@
-"""The planned cache put together: a static schedule, weights from a plan, and a guard beside it."""
+"""The planned cache at run time: a fixed schedule, weights from a plan, and a guard that may add computed steps.
+
+Before the first step of a generation, `PlanMethod` looks up or makes the plan for this kind of generation. After that
+nothing is decided: the policy is a table of computed steps, and the predictor a table of weights.
+"""
 
 from __future__ import annotations
 
@@ -10,252 +14,259 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, HoldoverWarning, ProfileError
+from ..engine.backend import EngineBackend
+from ..engine.clock import SchedulerStep
+from ..engine.install import CachedTransformer
+from ..engine.method import Method, Runner
+from ..engine.output import OutputRunner
+from ..engine.storage import RecentDict
+from ..errors import ConfigError, HoldoverWarning
 from ..grid import Grid
 from ..policies.static import Scheduled
 from ..predictors import Newton, Predictor
 from ..profiles import Profile
-from ..runtime.calls import Crossing
-from ..runtime.clock import Stepped
-from ..runtime.identity import facts_of
-from ..runtime.method import Method
-from ..runtime.recent import Recent
-from ..runtime.unit import Unit
-from ..runtime.whole import WholeSeam
 from .config import PlanConfig
+from .error_model import Preconditioning
 from .guard import Guard
-from .intake import output_of
-from .making import Kind, PlanMaker, kind_of
-from .plan import Plan, Planned, digest
-from .profile import resolved
-from .rollout import Weights
-from .setting import Setting, key_of, setting_of
+from .identity import check_profile, resolve_profile
+from .planner import GenerationSpec, Planner, PlanProblem, describe_generation, generation_key, plan_problem
+from .weights import Plan, PlanPredictor, Weights, digest_weights
 
 NEWTON_DEPTH = 2
-_KINDS = 32  # kinds of generation that are remembered
+_CACHED_KINDS = 32  # kinds of generation whose plans are kept
 
 
-class Memory:
-    """What plans of one cache share: kinds of generation, and which transformers were compared with which profile."""
+class PlanMemory:
+    """What the plan methods of one backend share: plan problems, and which profiles were checked on which model."""
 
     def __init__(self) -> None:
-        self._kinds: Recent[Any, Kind] = Recent(_KINDS)
-        self.checked: set[tuple[Unit, str]] = set()
+        self._problems: RecentDict[Any, PlanProblem] = RecentDict(_CACHED_KINDS)
+        self.checked: set[tuple[CachedTransformer, str]] = set()
 
-    def kind(self, pipeline: Any, units: list[Unit], grid: Grid, profile: Profile | None) -> Kind:
-        """The kind of a generation that begins."""
-        key = (None if profile is None else profile.digest, *key_of(pipeline, units, grid))
-        found = self._kinds.get(key)
+    def problem(
+        self, pipeline: Any, transformers: list[CachedTransformer], grid: Grid, profile: Profile | None
+    ) -> PlanProblem:
+        """The plan problem of a generation that starts."""
+        key = (None if profile is None else profile.digest, *generation_key(pipeline, transformers, grid))
+        found = self._problems.get(key)
         if found is None:
-            found = self._kinds[key] = kind_of(setting_of(pipeline, units, grid), profile)
+            found = self._problems[key] = plan_problem(describe_generation(pipeline, transformers, grid), profile)
         return found
 
 
 @dataclass
-class _Current:
-    """The generation that runs: its plan, and what was added to it."""
+class _GenerationState:
+    """The running generation: its plan, the steps that the guard added, and the branches seen."""
 
-    kind: Kind
+    problem: PlanProblem
     plan: Plan
     guard: Guard | None = None
     added: set[int] = field(default_factory=set)
     branches: set[str] = field(default_factory=set)
-    settled: bool = False
+    branches_known: bool = False
 
 
-class PlanMethod(Method):
+class PlanMethod(Method[PlanConfig]):
     """Plans each kind of generation once, before its first step."""
 
     name = "plan"
 
-    def __init__(self, config: PlanConfig, memory: Memory | None = None) -> None:
+    def __init__(self, config: PlanConfig, memory: PlanMemory | None = None) -> None:
         super().__init__(config)
-        self._settings, self._memory = config, memory or Memory()
-        self._units: list[Unit] = []
+        self._memory = memory or PlanMemory()
+        self._transformers: list[CachedTransformer] = []
         self._pipeline: Any = None
         self._profile: Profile | None = None
-        self._maker = PlanMaker(config, None)
-        self._plans: Recent[Kind, Plan] = Recent(_KINDS)
-        self._weighed: Recent[tuple[Kind, tuple[int, ...]], dict[int, Weights]] = Recent(_KINDS)
-        self._current: _Current | None = None
+        self._planner = Planner(config, None)
+        self._plans: RecentDict[PlanProblem, Plan] = RecentDict(_CACHED_KINDS)
+        self._weights: RecentDict[tuple[PlanProblem, tuple[int, ...]], dict[int, Weights]] = RecentDict(_CACHED_KINDS)
+        self._state: _GenerationState | None = None
         self._warned = False
 
     @property
     def follows(self) -> bool:  # type: ignore[override]
-        return self._settings.guard and self._profile is not None
+        return self.config.guard and self._profile is not None
 
-    def prepare(self, unit: Unit, pipeline: Any) -> tuple[str, ...]:
-        self._units.append(unit)
+    @property
+    def digest(self) -> str:
+        """A hash of the weights of the plan that was made last."""
+        return digest_weights(next(reversed(self._plans.values())).weights) if self._plans else ""
+
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        self._transformers.append(transformer)
         self._pipeline = pipeline
-        if len(self._units) == 1:
-            self._profile = self._measured(unit)
-            self._maker = PlanMaker(self._settings, self._profile)
+        if len(self._transformers) == 1:
+            self._profile = self._find_profile(transformer)
+            self._planner = Planner(self.config, self._profile)
         if self._profile is None:
-            if self._settings.predictor == "least_squares" or self._settings.target is not None:
+            if self.config.predictor == "least_squares" or self.config.target is not None:
                 raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
-            return (f"{unit.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
-        if (unit, self._profile.digest) not in self._memory.checked:
-            _check_measured_on(self._profile, unit)
-            self._memory.checked.add((unit, self._profile.digest))
-        return (f"{unit.name}: profile {self._profile.name}",)
+            return (f"{transformer.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
+        if (transformer, self._profile.digest) not in self._memory.checked:
+            check_profile(self._profile, transformer.name, transformer.core)
+            self._memory.checked.add((transformer, self._profile.digest))
+        return (f"{transformer.name}: profile {self._profile.name}",)
 
-    def _measured(self, unit: Unit) -> Profile | None:
-        """The profile the plans stand on."""
-        return resolved(self._settings.profile, unit.core)
+    def _find_profile(self, transformer: CachedTransformer) -> Profile | None:
+        """The profile that plans are made from."""
+        return resolve_profile(self.config.profile, transformer.core)
 
-    def started(self) -> None:
-        self._current = None
+    def on_start(self) -> None:
+        self._state = None
 
-    def policy(self, unit: Unit, branch: str, grid: Grid) -> Scheduled:
-        current = self._running(grid)
-        return Scheduled(frozenset(current.plan.computed), current.added)
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
+        state = self._current_state(grid)
+        return Scheduled(frozenset(state.plan.computed), state.added)
 
-    def predictor(self, unit: Unit, branch: str, grid: Grid) -> Predictor:
-        current = self._running(grid)
-        current.branches.add(branch)
-        apart = current.kind.branches
-        newton = Newton(NEWTON_DEPTH, places_of(current.kind.setting))
-        return Planned(self._plan_of(unit, current), apart.index(branch) if branch in apart else 0, newton)
+    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Predictor:
+        state = self._current_state(grid)
+        state.branches.add(branch)
+        separate = state.problem.branches
+        newton = Newton(NEWTON_DEPTH, newton_nodes(state.problem.spec))
+        return PlanPredictor(
+            self._plan_source(transformer, state), separate.index(branch) if branch in separate else 0, newton
+        )
 
-    def _plan_of(self, unit: Unit, current: _Current) -> Callable[[], Plan]:
-        """The plan with the weights of this transformer, as it is when it is asked for."""
-        return partial(self._settled, current)
-
-    def _settled(self, current: _Current) -> Plan:
-        """The plan once its branches are known, after the first step: weights of their own are for all or none."""
-        if not current.settled:
-            current.settled = True
-            apart, count = set(current.kind.branches), len(current.branches) * self._units[0].groups.branch[1]
-            if apart and (not current.branches <= apart or count != len(apart)):
-                current.kind = current.kind.merged
-                self._weigh(current, current.plan.computed)
-        return current.plan
-
-    def _weigh(self, current: _Current, computed: tuple[int, ...]) -> None:
-        """Go on with these steps computed, and the weights they ask for."""
-        found = self._weighed.get((current.kind, computed))
-        if found is None:
-            found = self._weighed[current.kind, computed] = self._maker.weights(current.kind, computed)
-        current.plan = replace(current.plan, computed=computed, weights=found)
-
-    def _running(self, grid: Grid) -> _Current:
-        """The generation at hand; its plan is made, or found, at its first forward."""
-        if self._current is None:
+    def _current_state(self, grid: Grid) -> _GenerationState:
+        """The state of the running generation; its plan is made, or found, at the first forward."""
+        if self._state is None:
             if not grid.bounded:
                 raise ConfigError(
                     "A plan needs the number of steps: call cache.refresh(transformer, num_inference_steps) before "
                     "the loop, or enable it on the pipeline."
                 )
-            kind = self._memory.kind(self._pipeline, self._units, grid, self._profile)
-            self._current = _Current(kind, self._planned(kind))
-        return self._current
+            problem = self._memory.problem(self._pipeline, self._transformers, grid, self._profile)
+            if problem not in self._plans:
+                self._plans[problem] = self._planner.plan(problem)
+                self._transformers[0].notes.update(self._plans[problem].notes)
+            self._state = _GenerationState(problem, self._plans[problem])
+        return self._state
 
-    @property
-    def digest(self) -> str:
-        """Tells the plan that was made last from others."""
-        return digest(next(reversed(self._plans.values())).weights) if self._plans else ""
+    def _plan_source(self, transformer: CachedTransformer, state: _GenerationState) -> Callable[[], Plan]:
+        """A function that returns the current plan with the weights for this transformer."""
+        return partial(self._current_plan, state)
 
-    def _planned(self, kind: Kind) -> Plan:
-        if kind not in self._plans:
-            self._plans[kind] = self._maker.plan(kind)
-            self._units[0].notes.update(self._plans[kind].notes)
-        return self._plans[kind]
+    def _current_plan(self, state: _GenerationState) -> Plan:
+        """The current plan. After the first step the branches are known: if they are not those that were measured, all
+        of them get the same weights.
+        """
+        if not state.branches_known:
+            state.branches_known = True
+            measured, count = (
+                set(state.problem.branches),
+                len(state.branches) * self._transformers[0].groups.cfg_rank[1],
+            )
+            if measured and (not state.branches <= measured or count != len(measured)):
+                state.problem = state.problem.merged
+                self._replan(state, state.plan.computed)
+        return state.plan
 
-    def _guard(self, kind: Kind) -> Guard | None:
-        """A guard for one generation, where there is something to compare it with: no finer grid than was measured."""
-        profile = self._profile
-        if not self.follows or profile is None or kind.kernel is None or not profile.facts.surprise:
+    def _replan(self, state: _GenerationState, computed: tuple[int, ...]) -> None:
+        """Continue with another schedule and its weights."""
+        weights = self._weights.get((state.problem, computed))
+        if weights is None:
+            weights = self._weights[state.problem, computed] = self._planner.weights(state.problem, computed)
+        state.plan = replace(state.plan, computed=computed, weights=weights)
+
+    def on_scheduler_step(self, stepped: SchedulerStep) -> None:
+        """Show the guard the output of a computed step; if it is alarmed, add a computed step."""
+        state = self._state
+        if state is None or not isinstance(stepped.output, torch.Tensor):
+            return
+        self._current_plan(state)
+        state.guard = state.guard or self._make_guard(state.problem)
+        if state.guard is None:
+            return
+        if stepped.step in state.plan.computed:
+            state.guard.observe(stepped.step, model_output(stepped, state.problem.preconditioning))
+        if state.guard.is_alarmed():
+            self._add_step(state, stepped.step)
+
+    def _make_guard(self, problem: PlanProblem) -> Guard | None:
+        """A guard for one generation; None without measured ratios, or on a finer grid than was measured."""
+        profile, measurements = self._profile, problem.measurements
+        if not self.follows or profile is None or measurements is None or not profile.facts.surprise:
             return None
-        if kind.kernel.steps > len(profile.facts.noise):
+        if measurements.steps > len(profile.facts.noise):
             return None
         usual, largest = profile.facts.surprise
-        return Guard(kind.kernel.merged, (usual, largest), self._units[0].groups)
+        return Guard(measurements.merged, (usual, largest), self._transformers[0].groups)
 
-    def stepped(self, stepped: Stepped) -> None:
-        """Look at the output of a computed step; where the generation is hard, add a step to what is to come."""
-        current = self._current
-        if current is None or not isinstance(stepped.output, torch.Tensor):
+    def _add_step(self, state: _GenerationState, step: int) -> None:
+        """Compute one more step, in the middle of the next gap; a plan grows by a quarter at most."""
+        computed = state.plan.computed
+        if len(state.added) >= max(1, (len(computed) - len(state.added)) // 4):
             return
-        self._settled(current)
-        current.guard = current.guard or self._guard(current.kind)
-        if current.guard is None:
-            return
-        if stepped.step in current.plan.computed:
-            current.guard.saw(stepped.step, output_of(stepped, current.kind.intake))
-        if current.guard.alarmed():
-            self._add(current, stepped.step)
+        gap: list[int] = []
+        for later in range(step + 1, state.problem.spec.last + 1):
+            if later not in computed:
+                gap.append(later)
+            elif gap:
+                break
+        if gap:
+            state.added.add(gap[len(gap) // 2])
+            self._replan(state, tuple(sorted({*computed, *state.added})))
 
-    def _add(self, current: _Current, step: int) -> None:
-        """Compute one more step, the middle of the next gap; a plan grows by a quarter at most."""
-        if len(current.added) >= max(1, (len(current.plan.computed) - len(current.added)) // 4):
-            return
-        held = _next_gap(step, set(current.plan.computed), current.kind.setting.last)
-        if not held:
-            return
-        current.added.add(held[len(held) // 2])
-        self._weigh(current, tuple(sorted({*current.plan.computed, *current.added})))
-
-    def finished(self) -> None:
-        current, self._current = self._current, None
-        off = None if current is None or current.guard is None else current.guard.foreign()
-        if off is not None and not self._warned:
+    def on_end(self) -> None:
+        state, self._state = self._state, None
+        factor = None if state is None or state.guard is None else state.guard.mismatch()
+        if factor is not None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The outputs of this model are {off:.0f} times less predictable than those its profile was measured "
-                "on: are a LoRA or quantised weights in use that were not there then? Calibrate again with them.",
+                f"The outputs of this model are {factor:.0f} times less predictable than its profile says. "
+                "If a LoRA or quantized weights were added since it was measured, calibrate again with them.",
                 HoldoverWarning,
                 stacklevel=2,
             )
 
 
-class OutputPlan(PlanMethod):
-    """Holds the transformer's output: nothing inside it runs at a held step."""
+class OutputPlanMethod(PlanMethod):
+    """Holds the transformer's output: nothing inside the transformer runs at a held step."""
 
-    def crossing(self, unit: Unit) -> Crossing:
-        return WholeSeam(unit)
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        return OutputRunner(transformer)
 
 
-class SeamPlan(PlanMethod):
-    """Holds residuals at the seam: embedders and output layers run at every step."""
+class ResidualPlanMethod(PlanMethod):
+    """Holds the residuals of the blocks: embedders and output layers run at every step."""
 
-    def _plan_of(self, unit: Unit, current: _Current) -> Callable[[], Plan]:
-        weights = self._maker.seam_weights(current.kind.setting, unit.name, current.plan.computed)
-        plan = replace(current.plan, weights=weights)
+    follows = False
+
+    def _plan_source(self, transformer: CachedTransformer, state: _GenerationState) -> Callable[[], Plan]:
+        weights = self._planner.residual_weights(state.problem.spec, transformer.name, state.plan.computed)
+        plan = replace(state.plan, weights=weights)
         return lambda: plan
 
-    @property
-    def follows(self) -> bool:  # type: ignore[override]
-        return False
+
+class PlanBackend(EngineBackend[PlanConfig]):
+    """Computes the steps of a plan and predicts the others; nothing is decided while it runs."""
+
+    config_class = PlanConfig
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._memory = PlanMemory()
+
+    def make_method(self, settings: PlanConfig) -> PlanMethod:
+        kind = ResidualPlanMethod if settings.quantity == "seam" else OutputPlanMethod
+        return kind(settings, self._memory)
+
+    def plan_digest(self) -> str:
+        """A hash of the plan of the last generation."""
+        method = self._require_engine().method
+        assert isinstance(method, PlanMethod)
+        return method.digest
 
 
-def places_of(setting: Setting) -> tuple[float, ...]:
-    """Where Newton's nodes lie: at the noise levels, or at their indices where two are alike (Heun's are)."""
-    places = setting.noise.tolist()
-    return tuple(places) if len(set(places)) == len(places) else tuple(map(float, range(len(places))))
+def model_output(stepped: SchedulerStep, preconditioning: Preconditioning | None) -> torch.Tensor:
+    """The model's output at a scheduler step, with its branches mixed."""
+    output: torch.Tensor = stepped.output
+    if preconditioning is None:
+        return output
+    return preconditioning.model_output(stepped.step, output, stepped.sample)
 
 
-def _next_gap(step: int, computed: set[int], last: int) -> list[int]:
-    """The held steps after `step` up to the next computed one that has any before it."""
-    gap: list[int] = []
-    for later in range(step + 1, last + 1):
-        if later not in computed:
-            gap.append(later)
-        elif gap:
-            break
-    return gap
-
-
-def _check_measured_on(profile: Profile, unit: Unit) -> None:
-    """The profile must be of this class; that it is of other weights is said."""
-    measured = dict(profile.facts.models).get(unit.name)
-    now = facts_of(unit.core)
-    if measured is None or measured.transformer_class != now.transformer_class:
-        known = ", ".join(f"{name} ({m.transformer_class})" for name, m in profile.facts.models)
-        raise ProfileError(f"Profile {profile.name!r} was measured on {known}, not on this {now.transformer_class}.")
-    if measured.fingerprint != now.fingerprint or measured.adapters != now.adapters:
-        what = "with other adapters" if measured.fingerprint == now.fingerprint else "on other weights"
-        warnings.warn(
-            f"Profile {profile.name!r} was measured {what}: what it promises does not hold here. Calibrate again.",
-            HoldoverWarning,
-            stacklevel=2,
-        )
+def newton_nodes(spec: GenerationSpec) -> tuple[float, ...]:
+    """The nodes of Newton's extrapolation: the noise levels, or the step indices where two levels are equal (Heun)."""
+    nodes = spec.noise.tolist()
+    return tuple(nodes) if len(set(nodes)) == len(nodes) else tuple(map(float, range(len(nodes))))

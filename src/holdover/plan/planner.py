@@ -1,115 +1,282 @@
-"""From what was measured to a plan: the best schedule for every budget, its weights, and what it should lose."""
+"""From settings, a profile and a generation about to start to a plan.
+
+`describe_generation` reads what will run off the pipeline and its scheduler. `plan_problem` brings a profile's
+measurements to those noise levels and that guidance. `Planner` then chooses a schedule and its weights: one that was
+tried on the model itself where the profile has it, else the best one found by search.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
-from .paper import Paper
-from .rollout import DEPTH, Course, Ranges, Weights
-from .schedules import known
-from .search import LAST, Gaps, schedules
+import numpy as np
 
-LASTS = (1.0, 2.0, 6.0)  # other counts of the last gap, for trials
+from ..engine.install import CachedTransformer
+from ..errors import ConfigError
+from ..grid import Grid
+from ..profiles import Certificate, MeasuredPlan, Profile
+from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
+from .error_model import ErrorModel, Measurements, Preconditioning, euler_response, scheduler_response
+from .identity import adapters
+from .search import CandidateSchedule, ScheduleSearch, growing
+from .weights import DEPTH, Array, Plan, Ranges, Weights, digest_weights, fit_output, held_steps, hold_weights
+
+_MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A schedule and where it comes from; the cost it is chosen by, and the error it is expected to leave.
+@dataclass(frozen=True, eq=False)
+class GenerationSpec:
+    """What a generation runs: noise levels, steps, scheduler, guidance and adapters, known before its first step.
 
-    That is the squared error of the last latent, and nine generations in ten are expected to stay below it.
+    `ranges` has the first and last step that run: one pair, or one for each of two experts. `response` says how much of
+    each scheduler input is in each latent.
     """
 
-    computed: tuple[int, ...]
-    origin: str
-    cost: float = 0.0
-    error: float = 0.0
+    noise: Array
+    ranges: Ranges
+    response: Array
+    scheduler: str = ""
+    guidance: float | None = None
+    adapters: tuple[str, ...] = ()
 
-    def psnr(self, offset: float) -> float:
-        """The expected quality in dB; `offset` is what the error of a latent means for a picture."""
-        return math.inf if self.error <= 0 else offset - 10 * math.log10(self.error)
+    @property
+    def length(self) -> int:
+        """How many steps run."""
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    @property
+    def last(self) -> int:
+        """The last step that runs."""
+        return self.ranges[-1][1]
+
+
+def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> GenerationSpec:
+    """The spec of a generation; call it at the first forward, when the scheduler is set and has not stepped yet."""
+    scheduler = getattr(pipeline, "scheduler", None)
+    whole = grid.between(grid.first, grid.count - 1)
+    noise = np.array(grid.noise) if grid.noise else np.linspace(1.0, 1.0 / grid.count, grid.count)
+    response = None if scheduler is None else scheduler_response(scheduler, whole)
+    guidance: Any = getattr(pipeline, "guidance_scale", None)
+    ranges = sorted({(g.first, g.last) for g in (u.family.range_of(pipeline, u.module, whole) for u in transformers)})
+    if not ranges or any(a[1] >= b[0] for a, b in pairwise(ranges)):  # transformers that run at the same steps
+        ranges = [(whole.first, whole.last)]
+    return GenerationSpec(
+        noise,
+        tuple(ranges),
+        euler_response(noise, whole.first) if response is None else response,
+        "" if scheduler is None else type(scheduler).__name__,
+        float(guidance) if isinstance(guidance, (int, float)) else None,
+        tuple(adapter for transformer in transformers for adapter in adapters(transformer.core)),
+    )
+
+
+def generation_key(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> tuple[Any, ...]:
+    """A key that is equal for generations with the same spec, found without running the scheduler."""
+    scheduler = getattr(pipeline, "scheduler", None)
+    config, guidance = str(getattr(scheduler, "config", None)), getattr(pipeline, "guidance_scale", None)
+    attached = tuple(adapter for transformer in transformers for adapter in adapters(transformer.core))
+    return grid.count, grid.noise, grid.first, type(scheduler), config, str(guidance), attached
+
+
+@dataclass(frozen=True, eq=False)
+class PlanProblem:
+    """A kind of generation with the profile's measurements on its grid; one is kept for many generations.
+
+    `branches` are those with weights of their own, empty if all have the same weights. `merged_measurements` has the
+    branches merged. `preconditioning` is None where the scheduler gets the model's outputs unchanged.
+    """
+
+    spec: GenerationSpec
+    measurements: Measurements | None
+    branches: tuple[str, ...] = ()
+    merged_measurements: Measurements | None = None
+    preconditioning: Preconditioning | None = None
+
+    @cached_property
+    def response(self) -> Array:
+        """How much of each of the model's outputs is in each latent."""
+        response = self.spec.response
+        return response if self.preconditioning is None else self.preconditioning.response(response)
+
+    @cached_property
+    def search(self) -> ScheduleSearch | None:
+        """The schedule search on the measurements; None without a profile."""
+        if self.measurements is None:
+            return None
+        return ScheduleSearch(ErrorModel(self.measurements, self.response, self.spec.ranges))
+
+    @cached_property
+    def merged(self) -> PlanProblem:
+        """The same problem with one set of weights for whatever branches there are."""
+        if not self.branches:
+            return self
+        return PlanProblem(self.spec, self.merged_measurements, preconditioning=self.preconditioning)
+
+
+def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
+    """Bring a profile's measurements to the noise levels and the guidance of a generation."""
+    if profile is None:
+        return PlanProblem(spec, None)
+    facts = profile.facts
+    mix = mix_for_guidance(facts.mix, facts.guidance, spec.guidance)
+    measurements = Measurements(np.array(facts.noise), profile.grams, profile.growth, mix).at(spec.noise)
+    # A custom loop may run both branches although the guidance scale needs one only: use the mix as measured.
+    separate = measurements if all(mix) else replace(measurements, mix=facts.mix)
+    return PlanProblem(spec, separate, facts.branches, measurements.merged, Preconditioning.of(facts, spec.noise))
+
+
+def search_profile(profile: Profile) -> ScheduleSearch:
+    """The schedule search on the grid that a profile was measured on, with Euler steps.
+
+    It finds schedules without a pipeline; the weights of a plan are fitted for the scheduler that runs.
+    """
+    noise, starts = np.array(profile.facts.noise), profile.facts.starts
+    ranges = tuple((first, after - 1) for first, after in pairwise((*starts, len(noise))))
+    search = plan_problem(GenerationSpec(noise, ranges, euler_response(noise)), profile).search
+    assert search is not None
+    return search
+
+
+def mix_for_guidance(mix: tuple[float, ...], measured: float | None, wanted: float | None) -> tuple[float, ...]:
+    """The mix of two branches at another guidance scale: s and 1 - s for classifier-free guidance, else unchanged.
+
+    Some pipelines count guidance from 0 instead of 1; their mix is 1 + s and -s.
+    """
+    if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=_MIX_TOLERANCE):
+        return mix
+    wanted = max(wanted, 1.0)  # below 1, pipelines run one branch
+    for cond, offset in ((0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)):
+        if np.isclose(mix[cond], measured + offset, atol=_MIX_TOLERANCE):
+            share = wanted + offset
+            return (share, 1 - share) if cond == 0 else (1 - share, share)
+    return mix
 
 
 class Planner:
-    """Plans for one model on one grid under one scheduler.
+    """Makes plans for one configuration."""
 
-    `ranges` are the steps that run, first and last: one range, or one for each of two experts.
-    """
+    def __init__(self, config: PlanConfig, profile: Profile | None) -> None:
+        self._config, self._profile = config, profile
 
-    def __init__(self, course: Course, ranges: Ranges) -> None:
-        self._course, self._ranges = course, ranges
+    @property
+    def fits_weights(self) -> bool:
+        """Whether weights are fitted to measurements."""
+        return self._profile is not None and self._config.predictor in ("auto", "least_squares")
 
-    @cached_property
-    def frontier(self) -> dict[int, Choice]:
-        """For every number of computed steps the schedule that is expected to cost least."""
-        return {len(choice.computed): choice for choice in self._expected(_cheapest(self._gaps))}
+    def plan(self, problem: PlanProblem) -> Plan:
+        """The plan for a kind of generation."""
+        chosen = self._choose(problem)
+        note = f"plan: {len(chosen.computed)} of {problem.spec.length} steps computed ({chosen.origin})"
+        offset = None if self._profile is None else self._profile.facts.psnr_offset
+        if offset is not None and chosen.error > 0 and self.fits_weights:
+            note += f", expected to keep {chosen.psnr(offset):.0f} dB in nine images of ten"
+        return Plan(chosen.computed, self.weights(problem, chosen.computed), (note,))
 
-    def alternatives(self, count: int) -> list[tuple[int, ...]]:
-        """Schedules worth a trial, the best first: the last gap may count for more or less than is reckoned with."""
-        others = (choice for last in LASTS for choice in _cheapest(self._gaps_with(last)))
-        found = [self.frontier[count].computed, *(c.computed for c in others if len(c.computed) == count)]
-        return list(dict.fromkeys(found))
+    def weights(self, problem: PlanProblem, computed: Collection[int]) -> dict[int, Weights]:
+        """The weights of the held steps of a schedule; empty where held steps are extrapolated with Newton."""
+        ranges = problem.spec.ranges
+        if self._config.predictor == "hold":
+            return hold_weights(computed, ranges)
+        if problem.search is None or not self.fits_weights:
+            return {}
+        tried = next((s for s in self._tried_schedules(problem) if s.computed == tuple(computed)), None)
+        return problem.search.weights(computed) if tried is None else _stored_weights(tried, ranges)
 
-    def weights(self, computed: Collection[int], depth: int = DEPTH) -> dict[int, Weights]:
-        """The weights of the held steps of a schedule."""
-        return self._course.weights(computed, self._ranges, depth)
+    def residual_weights(self, spec: GenerationSpec, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
+        """The weights for residuals instead of outputs, each fitted to the residual of its own step."""
+        if self._config.predictor == "hold":
+            return hold_weights(computed, spec.ranges)
+        grams = None if self._profile is None else self._profile.seams.get(transformer)
+        if grams is None or self._profile is None or not self.fits_weights:
+            return {}
+        no_growth = np.zeros((len(grams), grams.shape[1] + 1))
+        gram = Measurements(np.array(self._profile.facts.noise), grams, no_growth).at(spec.noise).mean_gram
+        held = {step: before for step, before in held_steps(computed, spec.ranges).items() if gram[step, step] > 0}
+        return {step: fit_output(before[-2:], step, gram) for step, before in held.items()}
 
-    def judged(self, computed: tuple[int, ...], origin: str) -> Choice:
-        """A schedule with its cost and the error that is expected."""
-        shares = [[step for step in computed if gaps.first <= step < gaps.steps] for gaps in self._gaps]
-        cost = sum(gaps.of(share) for gaps, share in zip(self._gaps, shares, strict=True))
-        return self._expected([Choice(computed, origin, cost)])[0]
+    def certificate(self, target: Target, problem: PlanProblem) -> Certificate | None:
+        """The certificate of the fastest plan that meets a target and is exactly the plan that would run.
 
-    def _expected(self, choices: Sequence[Choice]) -> list[Choice]:
-        errors = self._paper.expected([choice.computed for choice in choices])
-        return [replace(choice, error=float(error)) for choice, error in zip(choices, errors, strict=True)]
+        That is: the same noise levels, scheduler, guidance, adapters, schedule and weights.
+        """
+        if self._profile is None or not self.fits_weights or self._config.quantity != "output":
+            return None
+        valid = []
+        for certificate in self._profile.facts.certificates:
+            certified = Target.parsed(certificate.target)
+            if (
+                (certified.metric == target.metric and certified.least >= target.least)
+                and _applies(certificate, problem.spec)
+                and certificate.adapters == problem.spec.adapters
+                and certificate.plan == digest_weights(self.weights(problem, certificate.computed))
+            ):
+                valid.append(certificate)
+        return min(valid, key=lambda c: len(c.computed), default=None)
 
-    @cached_property
-    def _paper(self) -> Paper:
-        return Paper(self._course, self._ranges)
+    def _choose(self, problem: PlanProblem) -> CandidateSchedule:
+        """The schedule that the configuration asks for."""
+        config, spec, search = self._config, problem.spec, problem.search
+        starts = {first for first, _ in spec.ranges}  # computed in any case
+        first = spec.ranges[0][0]
+        if config.schedule is not None:
+            latest = max(config.schedule)
+            if latest > spec.last:
+                raise ConfigError(
+                    f"The schedule names step {latest}, but the last step of this generation is {spec.last}."
+                )
+            computed = tuple(sorted(starts | {step for step in config.schedule if step >= first}))
+            return CandidateSchedule(computed, "given") if search is None else search.evaluate(computed, "given")
+        if config.target is not None:
+            return self._choose_for_target(Target.parsed(config.target), problem)
+        budget = steps_for(DEFAULT_BUDGET if config.budget is None else config.budget, spec.length)
+        if search is None:
+            window = {first + step for step in growing(spec.length, budget)}
+            return CandidateSchedule(tuple(sorted(starts | window)), "growing window, nothing measured")
+        tried = next((s for s in self._tried_schedules(problem) if len(s.computed) == budget), None)
+        if tried is not None and self.fits_weights:
+            return search.evaluate(tried.computed, tried.origin)
+        return search.frontier[max(budget, len(spec.ranges))]
 
-    @cached_property
-    def _gaps(self) -> list[Gaps]:
-        return self._gaps_with(LAST)
+    def _choose_for_target(self, target: Target, problem: PlanProblem) -> CandidateSchedule:
+        """The fastest schedule that is certified for a target, else the fastest that is expected to meet it."""
+        if problem.search is None or self._profile is None:
+            raise ConfigError(f"{target} needs a profile: measure one with holdover.calibrate(pipe, ...).")
+        certificate = self.certificate(target, problem)
+        if certificate is not None:
+            return problem.search.evaluate(certificate.computed, f"certified for {certificate.target}")
+        offset = self._profile.facts.psnr_offset
+        if target.metric != "psnr" or offset is None:
+            raise ConfigError(f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, ...) first.")
+        return next(c for c in problem.search.frontier.values() if c.psnr(offset) >= target.least)
 
-    def _gaps_with(self, last: float) -> list[Gaps]:
-        """What gaps cost in each range; only after the last range nothing leads back."""
-        gram, reach = self._course.kernel.merged.mean, self._course.reach()
-        return [
-            Gaps(gram[: end + 1, : end + 1], reach[: end + 1], first, last if end == self._ranges[-1][1] else 1.0)
-            for first, end in self._ranges
-        ]
-
-
-def _cheapest(ranges: Sequence[Gaps]) -> list[Choice]:
-    """The cheapest schedule for every number of computed steps, shared between the ranges at its best."""
-    total: dict[int, Choice] = {0: Choice((), "")}
-    for gaps in ranges:
-        total = _joined(total, _of_range(gaps))
-    return [choice for _, choice in sorted(total.items())]
+    def _tried_schedules(self, problem: PlanProblem) -> list[MeasuredPlan]:
+        """The profile's schedules that were tried on the model under the same conditions and branches."""
+        known = () if self._profile is None else self._profile.facts.schedules
+        return [s for s in known if s.branches in ((), problem.branches) and _applies(s, problem.spec)]
 
 
-def _of_range(gaps: Gaps) -> dict[int, Choice]:
-    """For every number of computed steps the cheapest of the schedule found and the schedules known."""
-    found, length = schedules(gaps), gaps.steps - gaps.first
-    choices = {}
-    for count in range(1, length + 1):
-        candidates = [(name, tuple(gaps.first + s for s in steps)) for name, steps in known(length, count)]
-        if count in found:
-            candidates.insert(0, ("dynamic programming", found[count]))
-        judged = [Choice(steps, name, gaps.of(steps)) for name, steps in candidates]
-        choices[count] = min(judged, key=lambda choice: choice.cost)
-    return choices
+def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
+    """Whether a trial is valid for a generation: same noise levels, all of them run, same scheduler and guidance."""
+    return (
+        tried.scheduler == spec.scheduler
+        and (spec.guidance is None or tried.guidance in (None, spec.guidance))
+        and (spec.ranges[0][0], spec.last) == (0, len(spec.noise) - 1)
+        and all(first in tried.computed for first, _ in spec.ranges)
+        and len(tried.noise) == len(spec.noise)
+        and np.allclose(tried.noise, spec.noise)
+    )
 
 
-def _joined(left: dict[int, Choice], right: dict[int, Choice]) -> dict[int, Choice]:
-    """The best way to share each number of computed steps between two ranges."""
-    best: dict[int, Choice] = {}
-    for a, first in left.items():
-        for b, second in right.items():
-            cost = first.cost + second.cost
-            if a + b not in best or cost < best[a + b].cost:
-                best[a + b] = Choice(first.computed + second.computed, second.origin, cost)
-    return best
+def _stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
+    """The weights of a schedule in a profile, which stores them in one sequence, by held step."""
+    values, weights = list(tried.weights), {}
+    for step, before in sorted(held_steps(tried.computed, ranges).items()):
+        anchors = before[-DEPTH:]
+        count = len(anchors) * max(1, len(tried.branches))
+        weights[step] = Weights(anchors, tuple(values[:count]))
+        del values[:count]
+    return weights

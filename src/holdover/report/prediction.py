@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..metrics import Summary
-from ..plan.target import Target
+from ..plan import TuningResult
+from ..plan.config import Target
+from ..plan.planner import search_profile
 from ..profiles import Profile
-from ..tuning import Tuned
-from ..tuning.setting import planner_for
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prediction:
     words: str = ""
 
     @classmethod
-    def of(cls, found: Tuned, target: str) -> Self:
+    def of(cls, found: TuningResult, target: str) -> Self:
         """What a profile predicts, beside what tuning it to a target found."""
         trials = tuple(
             Trial(len(tried.computed), tried.expected, kept.p10, kept.worst, kept.count, tried.passed)
@@ -60,5 +60,5 @@ def predicted(profile: Profile) -> tuple[tuple[int, float], ...]:
     offset = profile.facts.psnr_offset
     if offset is None:
         return ()
-    frontier = planner_for(profile).frontier
+    frontier = search_profile(profile).frontier
     return tuple((count, choice.psnr(offset)) for count, choice in frontier.items() if choice.cost > 0)

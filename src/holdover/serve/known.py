@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan.profile import resolved
+from ..plan.identity import resolve_profile
 from ..profiles import Certificate, MethodProfile, Profile, find
 from ..runtime.backend import transformers_of
 from .choice import TARGETED, Choice
@@ -29,7 +29,7 @@ def known_of(choice: Choice, pipeline: Any) -> Known:
     """What the profiles say of this pipeline's transformer."""
     transformer = next(iter(transformers_of(pipeline).values()))
     settings = choice.config.as_dict()
-    measured = resolved(settings["profile"] if choice.method == TARGETED else None, transformer)
+    measured = resolve_profile(settings["profile"] if choice.method == TARGETED else None, transformer)
     constants: MethodProfile | None = None
     if choice.method == "tea_cache" and settings["coefficients"] is None:
         constants = find("tea_cache", transformer, pipeline, settings["profile"], settings["signal"])

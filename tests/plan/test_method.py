@@ -184,7 +184,7 @@ def test_another_scheduler_is_planned_from_the_same_profile(scheduler):
 
 
 def test_planning_takes_no_random_numbers_from_the_generation():
-    """A scheduler that draws noise is asked what it does; the noise of the picture must be what it would have been."""
+    """A scheduler that draws noise is asked what it does; the noise of the image must be what it would have been."""
     tiny = PIPELINES["CogVideoXPipeline[5b]"]
     pipe = tiny.build()
     call = {name: value for name, value in tiny.call(steps=8).items() if name != "generator"}
@@ -227,7 +227,7 @@ def test_disable_restores_the_very_same_objects():
     assert differences(before, snapshot(pipe)) == []
 
 
-def test_pictures_of_other_sizes_in_between(flux):
+def test_images_of_other_sizes_in_between(flux):
     tiny, pipe, _ = flux
     with holdover.enable(pipe, "plan", profile=calibrated(FLUX), budget=5) as cache:
         small, large = run(pipe, **tiny.call(steps=12)), run(pipe, **tiny.call(steps=12, size=1))

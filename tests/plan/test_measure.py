@@ -11,16 +11,16 @@ import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 
 import holdover
-from holdover.calibration.calls import keywords_of
-from holdover.calibration.prompts import built_in, from_file, hash_of
+from holdover.plan.calls import hash_prompts
 from holdover.profiles import find
 from holdover.selector import config_class
 from holdover.teacache import estimate_coefficients
-from plan.profiled import calibrated, keywords
 from snapshots import denoiser, differences
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import quiet
 from tiny.prompted import prompted_flux, prompted_wan
+
+from .profiled import calibrated, keywords
 
 FLUX = "FluxPipeline"
 
@@ -77,7 +77,7 @@ def test_the_inner_products_are_those_of_the_guided_outputs(flux):
     assert profile.grams[0] == pytest.approx(expected.numpy(), rel=1e-9)
 
 
-def test_where_it_comes_from_is_written_down(flux):
+def test_provenance_is_recorded(flux):
     tiny, pipe = flux
     prompts = [keywords(tiny), keywords(tiny)]
     facts = measure(pipe, prompts, 8, guidance_scale=2.5, name="mine", height=64).facts
@@ -86,7 +86,7 @@ def test_where_it_comes_from_is_written_down(flux):
     assert facts.noise[0] == 1.0
     ((name, model),) = facts.models
     assert (name, model.transformer_class, model.dtype) == ("transformer", "FluxTransformer2DModel", "float32")
-    assert (facts.prompts, facts.prompts_hash) == (2, hash_of(prompts))
+    assert (facts.prompts, facts.prompts_hash) == (2, hash_prompts(prompts))
     assert facts.date == date.today().isoformat()
     assert dict(facts.versions)["torch"] == torch.__version__
     assert set(dict(facts.versions)) == {"holdover", "torch", "diffusers", "transformers"}
@@ -101,8 +101,8 @@ def test_a_pipeline_that_does_not_run_all_steps_is_refused(seams):
         measure(tiny.build(), [keywords(tiny)], seams=seams)
 
 
-def test_guidance_that_changes_on_the_way_is_written_down_as_it_begins():
-    """A generation is told by what it begins with: what was tried for it must be found again."""
+def test_guidance_that_changes_during_a_generation_is_recorded_as_it_starts():
+    """A generation is identified by its settings at the start, so that trials for it are found again."""
     tiny = PIPELINES["CogVideoXPipeline[5b]"]
     pipe = tiny.build()
     facts = measure(pipe, [keywords(tiny)]).facts
@@ -110,24 +110,9 @@ def test_guidance_that_changes_on_the_way_is_written_down_as_it_begins():
     assert facts.guidance != pipe.guidance_scale
 
 
-def test_a_pipeline_that_hands_keywords_on_gets_them_all():
-    """Its own `__call__` names few: the number of steps is for the class it is made from."""
+def test_a_pipeline_that_passes_keywords_on_gets_them_all():
+    """Its own `__call__` names few keywords: the number of steps is for its base class."""
     assert len(measure(prompted_wan(), ["a dog"], 9, height=16, width=16).facts.noise) == 9
-
-
-def test_the_keywords_of_a_pipeline():
-    class Plain:
-        def __call__(self, prompt, steps): ...
-
-    class Named(Plain):
-        def __call__(self, prompt, size=1, **options): ...
-
-    class Open:
-        def __call__(self, prompt, **options): ...
-
-    assert keywords_of(Plain()) == ({"self", "prompt", "steps"}, False)
-    assert keywords_of(Named()) == ({"self", "prompt", "size", "steps"}, False)
-    assert keywords_of(Open()) == ({"self", "prompt"}, True)
 
 
 def test_the_same_seed_gives_the_same_profile_and_another_one_another(flux):
@@ -139,24 +124,14 @@ def test_the_same_seed_gives_the_same_profile_and_another_one_another(flux):
     assert first != other
 
 
-def test_prompts_with_pictures_give_the_same_profile_twice():
-    """What a picture is, not where it lies in memory, tells lists of prompts apart."""
-    tiny = PIPELINES["WanImageToVideoPipeline"]
-    assert hash_of([keywords(tiny)]) == hash_of([keywords(tiny)])
-    large = torch.zeros(100, 100)
-    other = large.clone()
-    other[50, 50] = 1.0
-    assert hash_of([{"prompt_embeds": large}]) != hash_of([{"prompt_embeds": other}])
-
-
 @pytest.mark.parametrize("seams", [False, True])
-def test_where_trajectories_wait_does_not_matter(flux, seams):
+def test_where_trajectories_are_kept_does_not_matter(flux, seams):
     tiny, pipe = flux
     profiles = {measure(pipe, [keywords(tiny)], 8, store=store, seams=seams) for store in ("device", "cpu", "disk")}
     assert len(profiles) == 1
 
 
-def test_prompts_may_run_side_by_side():
+def test_prompts_may_run_in_one_batch():
     pipe = prompted_flux()
     prompts = ["red apple", "a blue dog on the beach"]
     one, two = (holdover.calibrate(pipe, prompts, 8, batch_size=size, progress=False) for size in (1, 2))
@@ -166,7 +141,7 @@ def test_prompts_may_run_side_by_side():
     assert one.facts.models == two.facts.models
 
 
-def test_residuals_are_measured_where_they_are_asked_for():
+def test_residuals_are_measured_on_request():
     tiny = PIPELINES["WanPipeline[2.2]"]
     pipe = tiny.build()
     assert calibrated("WanPipeline[2.2]").seams == {}
@@ -207,13 +182,13 @@ def test_every_method_takes_the_profile_or_its_file(method, tmp_path):
     tiny = PIPELINES["QwenImagePipeline"]
     pipe, profile = tiny.build(), calibrated("QwenImagePipeline")
     path = profile.save(tmp_path / "qwen.safetensors")
-    drawn, notes = [], []
+    images, notes = [], []
     for given in (profile, str(path)):
         with holdover.enable(pipe, method, profile=given) as cache:
-            drawn.append(run(pipe, **tiny.call(steps=12)))
+            images.append(run(pipe, **tiny.call(steps=12)))
             notes.append(cache.stats().notes)
             assert cache.stats().held > 0
-    assert torch.equal(*drawn)
+    assert torch.equal(*images)
     assert notes[0] == notes[1]
     assert config_class(method)(profile=profile).as_dict()["profile"] == profile.name
 
@@ -232,7 +207,7 @@ def test_each_expert_gets_the_constants_measured_on_it():
 
 
 def test_four_generations_cost_little_more_than_they_do(flux):
-    """At most a fifth more for the probes, beside what finding and checking the cut takes once a run."""
+    """At most a fifth more for the probes, plus what tracing and checking the model takes once."""
     tiny, pipe = flux
     forwards = []
     hook = pipe.transformer.proj_out.register_forward_hook(lambda *_: forwards.append(1))
@@ -324,8 +299,8 @@ def test_models_of_few_steps_can_be_measured_too(flux, steps):
 
 
 @pytest.mark.parametrize("name", ["FluxImg2ImgPipeline", "CosmosTextToWorldPipeline"])
-def test_a_grid_that_does_not_fit_the_run_is_measured_or_refused_in_words(name):
-    """Image-to-image begins late, so some steps never run; Cosmos asks its scheduler twice a step."""
+def test_a_grid_that_does_not_fit_the_run_is_measured_or_refused_with_a_message(name):
+    """Image-to-image starts late, so some steps never run; Cosmos asks its scheduler twice a step."""
     tiny = PIPELINES[name]
     try:
         found = measure(tiny.build(), [keywords(tiny)], 12)
@@ -342,28 +317,5 @@ def test_other_schedulers_are_measured(scheduler):
     pipe.scheduler = FlowMatchHeunDiscreteScheduler() if scheduler == "heun" else UniPCMultistepScheduler(**flow)
     profile = measure(pipe, [keywords(tiny)], 8)
     assert np.isfinite(profile.growth).all()
-    # Where nothing amplifies errors, what really happened is what was on paper, within a factor of a hundred.
+    # Where nothing amplifies errors, the real error is the simulated one within a factor of a hundred.
     assert np.abs(profile.growth[:, -1]).max() < np.log(100)
-
-
-def test_built_in_prompts_and_prompts_from_a_file(tmp_path):
-    pipe = prompted_flux()
-    prompts = built_in(pipe)
-    assert len(prompts) == len(set(prompts)) >= 24
-    path = tmp_path / "prompts.txt"
-    path.write_text("one\n\n  two  \n")
-    assert from_file(path) == ["one", "two"]
-    for wrong, said in ((tmp_path / "none.txt", "No such file"), (tmp_path, "directory")):
-        with pytest.raises(holdover.ConfigError, match=said):
-            from_file(wrong)
-    path.write_text("\n \n")
-    with pytest.raises(holdover.ConfigError, match="no prompts"):
-        from_file(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(holdover.ConfigError, match="not text"):
-        from_file(path)
-
-
-def test_lists_of_prompts_are_told_apart():
-    assert hash_of(["a", "b"]) != hash_of(["a\nb"])
-    assert hash_of(["a", "b"]) != hash_of(["b", "a"])

@@ -1,0 +1,154 @@
+"""Calling any pipeline the same way: prompts, seeds and shared settings."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils import BaseOutput
+from PIL import Image
+
+from ..errors import ConfigError
+from ..metrics import as_images
+from ..profiles import Profile
+
+Prompt = str | Mapping[str, Any]  # a text, or the keywords of one call of the pipeline
+GENERATIONS = 4  # of the built-in prompts that a calibration uses by default
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A pipeline with the settings that all its calls share."""
+
+    pipe: Any
+    steps: int
+    guidance: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ConfigError(f"num_inference_steps must be a whole number of at least 1, not {self.steps!r}.")
+
+    @classmethod
+    def like(cls, profile: Profile, pipe: Any, settings: Mapping[str, Any]) -> Caller:
+        """Calls with the steps, guidance and settings that a profile was measured with; `settings` override them."""
+        facts = profile.facts
+        return cls(pipe, len(facts.noise), facts.guidance, {**dict(facts.call), **settings})
+
+    def __call__(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
+        """Generate one image for each prompt, in one batch; float images, or None if the output is not an image."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
+        shared = {"num_inference_steps": self.steps, "output_type": "pt", **guidance, **self.settings}
+        call = {**shared, **_prompt_keywords(prompts), "generator": generators if len(seeds) > 1 else generators[0]}
+        known, any_other = keywords_of(self.pipe)
+        accepted = {k: v for k, v in call.items() if any_other or k in known or k in self.settings}
+        with torch.no_grad():
+            output = self.pipe(**accepted)
+        try:
+            return as_images(output[0] if isinstance(output, (tuple, BaseOutput)) else output)
+        except ConfigError:
+            return None
+
+
+def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
+    """The keywords of a pipeline's `__call__`, and whether it accepts any other keyword.
+
+    A `__call__` with `**options` passes them on to its base class, so the base class's keywords count as well.
+    """
+    found: set[str] = set()
+    for cls in (c for c in type(pipe).__mro__ if "__call__" in vars(c)):
+        parameters = inspect.signature(vars(cls)["__call__"]).parameters.values()
+        found |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            return frozenset(found), False
+    return frozenset(found), True
+
+
+def _prompt_keywords(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return {"prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
+    if len(prompts) > 1:
+        raise ConfigError("Prompts that are keywords of a call are generated one at a time: use batch_size=1.")
+    return dict(prompts[0])  # type: ignore[arg-type]
+
+
+def batches(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[tuple[Sequence[Prompt], list[int]]]:
+    """Prompts with their seeds, `size` at a time; the first prompt has the seed `seed`."""
+    if size < 1:
+        raise ConfigError(f"batch_size must be at least 1, not {size}.")
+    for start in range(0, len(prompts), size):
+        batch = prompts[start : start + size]
+        yield batch, [seed + start + i for i in range(len(batch))]
+
+
+@contextmanager
+def without_progress_bars(pipe: Any) -> Iterator[None]:
+    """Disable the pipeline's own progress bars."""
+    if not hasattr(pipe, "set_progress_bar_config"):
+        yield
+        return
+    before = vars(pipe).get("_progress_bar_config")
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+
+def built_in_prompts(pipe: Any) -> list[str]:
+    """The pipeline's own calibration prompts, if it has any (the emoji model does), else prompts for any model."""
+    own: Any = getattr(type(pipe), "calibration_prompts", None)
+    if own is not None:
+        return list(own())
+    return _lines(resources.files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8"))
+
+
+def prompts_from_file(path: str | Path) -> list[str]:
+    """The prompts in a text file, one on each line."""
+    try:
+        prompts = _lines(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"No prompts could be read from {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"No prompts could be read from {path}: it is not text.") from None
+    if not prompts:
+        raise ConfigError(f"There are no prompts in {path}: write one on each line.")
+    return prompts
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def hash_prompts(prompts: Sequence[Prompt]) -> str:
+    """A hash of the content of a list of prompts, including tensors and images in keywords."""
+    hashed = hashlib.sha256()
+    for prompt in prompts:
+        parts = [prompt] if isinstance(prompt, str) else [part for pair in sorted(prompt.items()) for part in pair]
+        for part in ("", *parts):
+            content = _content(part)
+            hashed.update(len(content).to_bytes(8, "big") + content)
+    return hashed.hexdigest()[:16]
+
+
+def _content(part: Any) -> bytes:
+    """The content of a text, a tensor or an image; of anything else, its repr."""
+    if isinstance(part, str):
+        return part.encode()
+    if isinstance(part, torch.Tensor):
+        values = part.detach().cpu().contiguous()
+        return str((part.dtype, tuple(part.shape))).encode() + values.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(part, Image.Image):
+        return part.tobytes()
+    return repr(part).encode()

@@ -1,0 +1,322 @@
+"""`calibrate`: run the pipeline uncached on a few prompts, record what every method needs, and write a profile.
+
+Each prompt is generated twice. The first run is uncached: it gives the Gram matrices of the outputs, the branch mix
+and the constants of TeaCache and MagCache. The second run, the *probe*, computes one step in six and extrapolates the
+others: it shows how much errors grow compared with the simulation, and what an error in the latent means for the image.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import date
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..engine.backend import find_transformers
+from ..engine.clock import SchedulerStep
+from ..engine.engine import Engine
+from ..engine.install import CachedTransformer
+from ..engine.method import Method, NoneMethod, Runner
+from ..engine.state import ComputedForward
+from ..errors import ConfigError, HoldoverError, UnsupportedModelError
+from ..grid import Grid
+from ..magcache.calibration import Calibration
+from ..metrics import each, psnr
+from ..models.registry import Signal
+from ..policies.static import AlwaysCompute, Scheduled
+from ..predictors import Newton
+from ..profiles import MagCacheProfile, Profile, ProfileFacts, TeaCacheProfile
+from ..teacache.estimate import SignalMeasure
+from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, hash_prompts, without_progress_bars
+from .config import PlanConfig
+from .error_model import ErrorModel, Measurements
+from .guard import Guard
+from .identity import facts_of
+from .method import NEWTON_DEPTH, OutputPlanMethod, model_output, newton_nodes
+from .planner import GenerationSpec, PlanProblem
+from .recording import BranchMix, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
+from .search import growing
+from .weights import Array, Weights, held_steps
+
+logger = logging.getLogger(__name__)
+_PROBE_INTERVAL = 6  # the probe computes one step in so many
+_POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
+_LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
+
+
+def calibrate(
+    pipe: Any,
+    prompts: Sequence[Prompt] | None = None,
+    num_inference_steps: int = 50,
+    *,
+    guidance_scale: float | None = None,
+    seed: int = 0,
+    batch_size: int = 1,
+    seams: bool = False,
+    store: str = "device",
+    name: str | None = None,
+    progress: bool = True,
+    **call: Any,
+) -> Profile:
+    """Measure the constants of every method on a few uncached generations.
+
+    A prompt is a text or the keywords of one call; the default is four prompts of a built-in list. `batch_size` prompts
+    are generated at once, and `call` is passed to every call of the pipeline. `store` is where the outputs of a
+    generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures residuals,
+    for plans that hold those. Each generation is followed by one that computes a sixth of the steps, so the whole costs
+    about a fifth more than the generations alone.
+    """
+    chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
+    if not chosen:
+        raise ConfigError("Calibrating needs at least one prompt.")
+    if not hasattr(getattr(pipe, "scheduler", None), "step"):
+        raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
+    caller, parts = Caller(pipe, num_inference_steps, guidance_scale, call), list(batches(chosen, batch_size, seed))
+    bar = tqdm(total=2 * len(parts), disable=not progress, desc="calibrating", unit="run")
+    with without_progress_bars(pipe), bar, _CalibrationSession(caller, store, seams) as session:
+        for part, seeds in parts:
+            session.measure(part, seeds, bar)
+        return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
+
+
+class BlockRecorder(OutputRecorder):
+    """Also records the residuals of the blocks, and measures the constants of TeaCache and MagCache."""
+
+    def __init__(self, record: TrajectoryRecord, signals: SignalMeasure, ratios: dict[str, Calibration]) -> None:
+        super().__init__(record)
+        self._signals, self._ratios = signals, ratios
+
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        return Method.make_runner(self, transformer)
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> AlwaysCompute:
+        super().policy(transformer, branch, grid)
+        return AlwaysCompute(needs_signal=True)
+
+    def signal(self, transformer: CachedTransformer) -> Signal:
+        return self._signals.signal(transformer)
+
+    def observe(self, computed: ComputedForward) -> None:
+        super().observe(computed)
+        self._record.add_residual(computed)
+        self._signals.observe(computed)
+        self._ratios.setdefault(computed.transformer.name, Calibration()).add(computed)
+
+    def on_end(self) -> None:
+        super().on_end()
+        self._signals.on_end()
+        for ratios in self._ratios.values():
+            ratios.finish()
+
+
+class Probe(OutputPlanMethod):
+    """Computes one step in six and extrapolates the others with Newton, to see how errors grow."""
+
+    follows = True
+
+    def __init__(self, record: TrajectoryRecord, measurements: Measurements) -> None:
+        steps = measurements.steps
+        schedule = growing(steps, min(steps, max(3, steps // _PROBE_INTERVAL)))
+        super().__init__(PlanConfig(schedule=schedule, predictor="newton", guard=False))
+        self.guard = Guard(measurements)
+        self.computed: tuple[int, ...] = ()
+        self._record = record
+
+    def _find_profile(self, transformer: CachedTransformer) -> None:
+        """A probe uses no profile."""
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
+        scheduled = super().policy(transformer, branch, grid)
+        self.computed = tuple(sorted(scheduled.computed))
+        return scheduled
+
+    def on_scheduler_step(self, stepped: SchedulerStep) -> None:
+        self._record.add_step(stepped)
+        if stepped.step in self.computed:
+            self.guard.observe(stepped.step, model_output(stepped, self._record.preconditioning))
+
+    def on_end(self) -> None:
+        super().on_end()
+        self._record.finish()
+        self.guard.is_alarmed()
+
+
+def error_growth(
+    reference: TrajectoryRecord,
+    probe: TrajectoryRecord,
+    computed: tuple[int, ...],
+    model: ErrorModel,
+    spec: GenerationSpec,
+) -> Array:
+    """(batch, N+1): log of the probe's real over its simulated squared error, before each step and at the end.
+
+    It is measured at computed steps that follow held ones and at the end, and interpolated between them.
+    """
+    newton = Newton(NEWTON_DEPTH, newton_nodes(spec))
+    anchors = {step: before[-NEWTON_DEPTH:] for step, before in held_steps(computed, spec.ranges).items()}
+    simulated = model.latent_errors({step: Weights(a, newton.weights(step, a)) for step, a in anchors.items()})
+    knots = [step for step in range(1, model.steps) if step in computed and step - 1 not in computed] + [model.steps]
+    real = np.stack([probe.squared_errors(reference, step) for step in knots], axis=1)
+    ratio = np.log(np.maximum(real, 1e-20) / np.maximum(simulated[:, knots], 1e-20))
+    return np.stack([np.interp(range(model.steps + 1), [0, *knots], [0.0, *row]) for row in ratio])
+
+
+class _CalibrationSession:
+    """Runs pairs of an uncached generation and a probe, and collects their measurements."""
+
+    def __init__(self, caller: Caller, store: str, seams: bool) -> None:
+        self._caller, self._store, self._seams = caller, store, seams
+        self._signals, self._ratios = SignalMeasure(None), dict[str, Calibration]()
+        self._blocks_supported = True
+        self._spec: GenerationSpec | None = None
+        self._mixes: list[BranchMix] = []
+        self._growth: list[Array] = []
+        self._residual_grams: dict[str, list[Array]] = {}
+        self._psnr_offsets: list[float] = []
+        self._guard_ratios: list[float] = []
+        self._engine = Engine(caller.pipe, find_transformers(caller.pipe), NoneMethod())
+
+    def __enter__(self) -> Self:
+        self._engine.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.uninstall()
+
+    def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
+        """One uncached run and one probe of the same images."""
+        with TrajectoryRecord(
+            self._store,
+            keep_outputs=True,
+            keep_branches=True,
+            keep_residuals=self._seams,
+            announce=None if self._mixes else partial(self._announce, bar),
+        ) as reference:
+            images, spec = self._run_uncached(reference, prompts, seeds)
+            self._check_steps(reference.steps, spec)
+            bar.update()
+            mix = find_mix(reference.branches, reference.outputs, reference.latents)
+            for name, grams in reference.residual_grams().items():
+                self._residual_grams.setdefault(name, []).append(grams)
+            measurements = mix.measurements(spec.noise).merged
+            problem = PlanProblem(spec, measurements, preconditioning=mix.preconditioning)
+            with TrajectoryRecord(self._store, preconditioning=mix.preconditioning) as probe:
+                method = Probe(probe, measurements)
+                probe_images = self._run(method, prompts, seeds)
+                bar.update()
+                model = ErrorModel(measurements, problem.response, spec.ranges)
+                self._growth.append(error_growth(reference, probe, method.computed, model, spec))
+                self._compare(images, probe_images, probe.squared_errors(reference, reference.steps))
+            self._guard_ratios += method.guard.ratios
+            self._mixes.append(mix)
+
+    def _announce(self, bar: Any, latent: torch.Tensor) -> None:
+        """State the memory that the trajectories take, before it is used."""
+        count, size = 5 * (self._caller.steps + 1), latent.numel() * 4 / 1e6
+        text = f"keeping up to {count} latents of {size:.1f} MB: {count * size:.0f} MB, store={self._store!r}"
+        if bar.disable:
+            logger.info(text)
+        else:
+            bar.write(text)
+
+    def _run_uncached(
+        self, record: TrajectoryRecord, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> tuple[torch.Tensor | None, GenerationSpec]:
+        """An uncached run that records the blocks, or the outputs alone if the blocks cannot be held."""
+        method = (
+            BlockRecorder(record, self._signals, self._ratios) if self._blocks_supported else OutputRecorder(record)
+        )
+        try:
+            images = self._run(method, prompts, seeds)
+        except UnsupportedModelError as error:
+            if not self._blocks_supported:
+                raise
+            logger.warning("This model supports plans only, because its blocks cannot be held: %s", error)
+            self._blocks_supported = False
+            record.clear()
+            return self._run_uncached(record, prompts, seeds)
+        if method.spec is None:
+            raise HoldoverError("The pipeline did not call its transformer: there is nothing to measure.")
+        return images, method.spec
+
+    def _run(self, method: Method, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
+        with self._engine.use(method):
+            return self._caller(prompts, seeds)
+
+    def _check_steps(self, steps: int, spec: GenerationSpec) -> None:
+        """Every generation must run all steps of the same noise levels."""
+        if steps != len(spec.noise):
+            raise HoldoverError(
+                f"The scheduler has {len(spec.noise)} steps and made {steps}: calibrate a pipeline that "
+                "runs each of them once, from noise."
+            )
+        if self._spec is not None and not np.array_equal(self._spec.noise, spec.noise):
+            raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
+        self._spec = spec
+
+    def _compare(self, images: torch.Tensor | None, probe_images: torch.Tensor | None, errors: Array) -> None:
+        """Record the offset from the error of the final latent to the PSNR of the image, in dB."""
+        if images is not None and probe_images is not None and len(images) == len(errors):
+            quality = each(psnr, probe_images, images).double().cpu().numpy()
+            offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
+            self._psnr_offsets.extend(float(offset) for offset in offsets if np.isfinite(offset))
+
+    def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
+        """All measurements with their provenance."""
+        assert self._spec is not None
+        pipe, caller, spec, mix = self._caller.pipe, self._caller, self._spec, merge_runs(self._mixes)
+        preconditioning, ratios = mix.preconditioning, self._guard_ratios
+        transformers = [transformer for transformer in self._engine.transformers if transformer.name in self._ratios]
+        facts = ProfileFacts(
+            name=name,
+            pipeline=type(pipe).__name__,
+            scheduler=type(pipe.scheduler).__name__,
+            noise=tuple(spec.noise.tolist()),
+            models=tuple((transformer.name, facts_of(transformer.core)) for transformer in self._engine.transformers),
+            prompts=len(prompts),
+            prompts_hash=hash_prompts(prompts),
+            date=date.today().isoformat(),
+            versions=tuple((library, _version(library)) for library in _LIBRARIES),
+            guidance=spec.guidance if caller.guidance is None else float(caller.guidance),
+            branches=mix.branches,
+            mix=mix.mix,
+            scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
+            carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),
+            call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
+            starts=tuple(first for first, _ in spec.ranges),
+            psnr_offset=float(np.mean(self._psnr_offsets)) if self._psnr_offsets else None,
+            surprise=(median(ratios), max(ratios)) if ratios else (),
+            tea_cache=tuple(
+                (u.name, fit) for u in transformers if (fit := self._tea_cache(u, len(prompts))) is not None
+            ),
+            mag_cache=tuple((u.name, self._mag_cache(u)) for u in transformers),
+        )
+        residual_grams = {name: np.concatenate(grams) for name, grams in self._residual_grams.items()}
+        return Profile(facts, mix.grams, np.concatenate(self._growth), residual_grams)
+
+    def _tea_cache(self, transformer: CachedTransformer, generations: int) -> TeaCacheProfile | None:
+        """TeaCache's polynomial; None for a signal that does not change."""
+        try:
+            return self._signals.profile(transformer, _POLYNOMIAL_DEGREE, generations)
+        except ConfigError as error:
+            logger.warning("No TeaCache coefficients for %s: %s", transformer.name, error)
+            return None
+
+    def _mag_cache(self, transformer: CachedTransformer) -> MagCacheProfile:
+        profile = self._ratios[transformer.name].profile()
+        assert profile is not None
+        return profile
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "unknown"

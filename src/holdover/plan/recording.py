@@ -1,0 +1,323 @@
+"""Recording a trajectory: latents, outputs by branch, and how the scheduler's input is mixed from the branches.
+
+Pipelines combine their branches (cond, uncond) in different ways. The mix is found by least squares, not assumed:
+
+- The scheduler's input is the same linear mix of the branches' outputs at every step: branches are kept separate.
+- It is such a mix, scaled, plus a share of the latent, differently at each step (models that their pipeline
+  preconditions, such as Cosmos): branches are kept separate, together with the `Preconditioning`.
+- It is neither (rescaled norms, cropped outputs, a branch that runs at some steps only): only what the scheduler got is
+  kept.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ..engine.clock import SchedulerStep
+from ..engine.install import CachedTransformer
+from ..engine.method import Method, NoneConfig, Runner
+from ..engine.output import OutputRunner
+from ..engine.state import ComputedForward
+from ..errors import ConfigError, HoldoverError
+from ..grid import Grid
+from ..models.inputs import iter_tensors
+from ..policies.static import AlwaysCompute
+from .error_model import Measurements, Preconditioning
+from .method import model_output
+from .planner import GenerationSpec, describe_generation
+from .weights import Array
+
+PLACES = ("device", "cpu", "disk")
+_SAME_MIX = 1e-2  # relative to the largest share: how much the mix may differ between runs
+_UNEXPLAINED = 1e-4  # of the squared length: what rounding to bfloat16 may leave unexplained
+_LATENT_ROUNDING = 4e-6  # of the squared latent: what its own rounding may leave unexplained
+
+
+class TensorStore:
+    """A list of tensors in float32, kept on the device, in host memory or on disk."""
+
+    def __init__(self, place: str) -> None:
+        if place not in PLACES:
+            raise ConfigError(f"Trajectories are kept on the 'device', on the 'cpu' or on 'disk', not on {place!r}.")
+        self._place = place
+        self._tensors: list[torch.Tensor] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="holdover-") if place == "disk" else None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._tensors[index]
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Keep a copy of a tensor."""
+        copy = tensor.detach().to(tensor.device if self._place == "device" else "cpu", torch.float32, copy=True)
+        if self._folder is not None:
+            path = Path(self._folder.name) / f"{len(self._tensors)}.npy"
+            np.save(path, copy.numpy())
+            copy = torch.from_numpy(np.load(path, mmap_mode="c"))
+        self._tensors.append(copy)
+
+    def clear(self) -> None:
+        """Remove all tensors."""
+        self._tensors.clear()
+
+    def close(self) -> None:
+        """Remove all tensors and their files."""
+        self.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def gram_matrices(stores: Iterable[TensorStore], chunk: int = 1 << 20) -> Array:
+    """(batch, tensors, tensors): inner products of all tensors of all stores, divided by the number of values."""
+    flat = [store[i].flatten(1) for store in stores for i in range(len(store))]
+    batch, values = flat[0].shape
+    total = torch.zeros(batch, len(flat), len(flat), dtype=torch.float64)
+    for start in range(0, values, chunk):
+        part = torch.stack([f[:, start : start + chunk].double() for f in flat], dim=1)
+        total += (part @ part.transpose(1, 2)).cpu()
+    return (total / values).numpy()
+
+
+class TrajectoryRecord:
+    """The trajectory of one run: latents and, if wanted, the model's outputs, mixed and by branch, and residuals.
+
+    `outputs` are what the scheduler got; with a `preconditioning`, the model's own outputs. `residuals` has one flat
+    tensor for each step of one branch, by transformer. `announce` is called with the first latent before it is kept. A
+    context manager that frees all tensors.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        keep_outputs: bool = False,
+        keep_branches: bool = False,
+        keep_residuals: bool = False,
+        preconditioning: Preconditioning | None = None,
+        announce: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._place, self._stack, self._announce = place, ExitStack(), announce
+        self._keep_outputs, self._keep_branches, self._keep_residuals = keep_outputs, keep_branches, keep_residuals
+        self.preconditioning = preconditioning
+        self.latents, self.outputs = self._new_store(), self._new_store()
+        self.branches: dict[str, TensorStore] = {}
+        self.residuals: dict[str, TensorStore] = {}
+        self._residual_branch: dict[str, str] = {}
+        self._residual_steps: dict[str, list[int]] = {}
+        self._last: SchedulerStep | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free all tensors."""
+        self._stack.close()
+
+    def _new_store(self) -> TensorStore:
+        store = TensorStore(self._place)
+        self._stack.callback(store.close)
+        return store
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the scheduler made."""
+        return len(self.latents) - 1
+
+    def add_forward(self, computed: ComputedForward) -> None:
+        """Record the transformer's output in one branch."""
+        if not self._keep_branches:
+            return
+        if computed.branch not in self.branches:
+            self.branches[computed.branch] = self._new_store()
+        output = next(iter_tensors(computed.output), None)
+        if isinstance(output, torch.Tensor):
+            self.branches[computed.branch].append(output)
+
+    def add_residual(self, computed: ComputedForward) -> None:
+        """Record the residual of the blocks of one transformer, in the branch that runs first."""
+        name = computed.transformer.name
+        if not self._keep_residuals or self._residual_branch.setdefault(name, computed.branch) != computed.branch:
+            return
+        if name not in self.residuals:
+            self.residuals[name] = self._new_store()
+        self.residuals[name].append(torch.cat([r.flatten(1) for r in computed.residual], dim=1))
+        self._residual_steps.setdefault(name, []).append(computed.step)
+
+    def add_step(self, stepped: SchedulerStep) -> None:
+        """Record a step of the scheduler."""
+        if self._announce is not None and not len(self.latents):
+            self._announce(stepped.sample)
+        self.latents.append(stepped.sample)
+        if self._keep_outputs:
+            self.outputs.append(model_output(stepped, self.preconditioning))
+        self._last = stepped
+
+    def finish(self) -> None:
+        """Record the final latent."""
+        if self._last is not None:
+            result, self._last = self._last.result, None
+            self.latents.append(result[0] if isinstance(result, tuple) else result.prev_sample)
+
+    def clear(self) -> None:
+        """Start over."""
+        self.latents.clear()
+        self.outputs.clear()
+        self.branches.clear()
+        self.residuals.clear()
+        self._residual_steps.clear()
+
+    def residual_grams(self) -> dict[str, Array]:
+        """(batch, N, N) by transformer: Gram matrices of its residuals, 0 at steps that another expert ran."""
+        found = {}
+        for name, store in self.residuals.items():
+            grams, steps = gram_matrices([store]), self._residual_steps[name]
+            found[name] = np.zeros((len(grams), self.steps, self.steps))
+            found[name][np.ix_(range(len(grams)), steps, steps)] = grams
+        return found
+
+    def squared_errors(self, other: TrajectoryRecord, step: int) -> Array:
+        """The mean squared difference of the latents of two runs before `step`, for each entry of the batch."""
+        difference = self.latents[step] - other.latents[step]
+        return difference.flatten(1).double().square().mean(1).cpu().numpy()
+
+
+class OutputRecorder(Method[NoneConfig]):
+    """Computes every step and records the trajectory."""
+
+    name = "calibrate"
+    observes = True
+    follows = True
+
+    def __init__(self, record: TrajectoryRecord) -> None:
+        super().__init__(NoneConfig())
+        self._record = record
+        self._transformers: list[CachedTransformer] = []
+        self._pipeline: Any = None
+        self.spec: GenerationSpec | None = None
+
+    def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        self._transformers.append(transformer)
+        self._pipeline = pipeline
+        return ()
+
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        return OutputRunner(transformer)
+
+    def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> AlwaysCompute:
+        if self.spec is None:
+            self.spec = describe_generation(self._pipeline, self._transformers, grid)
+        return AlwaysCompute()
+
+    def observe(self, computed: ComputedForward) -> None:
+        self._record.add_forward(computed)
+
+    def on_scheduler_step(self, stepped: SchedulerStep) -> None:
+        self._record.add_step(stepped)
+
+    def on_end(self) -> None:
+        self._record.finish()
+
+
+@dataclass(frozen=True)
+class BranchMix:
+    """Gram matrices of the outputs, by branch or of what the scheduler got, and how the scheduler's input is mixed."""
+
+    grams: Array
+    branches: tuple[str, ...] = ()
+    mix: tuple[float, ...] = (1.0,)
+    preconditioning: Preconditioning | None = None
+
+    def measurements(self, noise: Array) -> Measurements:
+        """The Gram matrices on their noise levels, without error growth."""
+        return Measurements(noise, self.grams, np.zeros((len(self.grams), len(noise) + 1)), self.mix)
+
+
+def merge_runs(runs: Sequence[BranchMix]) -> BranchMix:
+    """Several runs as one; branches are kept separate if all runs have the same branches and mix."""
+    if len({run.preconditioning is None for run in runs}) > 1:
+        raise HoldoverError("The pipeline's preconditioning changes from call to call: calibrate one kind of call.")
+    first, mixes = runs[0], np.array([run.mix for run in runs if run.branches == runs[0].branches])
+    if len(mixes) == len(runs) and np.ptp(mixes, axis=0).max() < _SAME_MIX * np.abs(mixes).max():
+        mix = tuple(mixes.mean(axis=0).tolist())
+        return BranchMix(np.concatenate([run.grams for run in runs]), first.branches, mix, first.preconditioning)
+    noise = np.zeros(first.grams.shape[1] // len(first.mix))
+    merged = np.concatenate([run.measurements(noise).merged.grams for run in runs])
+    return BranchMix(merged, preconditioning=first.preconditioning)
+
+
+def find_mix(branches: Mapping[str, TensorStore], outputs: TensorStore, latents: TensorStore) -> BranchMix:
+    """How the scheduler's inputs `outputs` are mixed from the branches; without branches if no mix explains them."""
+    stores = list(branches.values())
+    same_shape = all(
+        len(s) == len(outputs) and s[0].numel() == outputs[0].numel() and len(s[0]) == len(outputs[0]) for s in stores
+    )
+    if not stores or not same_shape:
+        return BranchMix(gram_matrices([outputs]))
+    names, steps = tuple(branches), len(outputs)
+    grams = gram_matrices([*stores, outputs])
+    found = _find_linear_mix(grams, names, steps)
+    if found is None and latents[0].numel() == outputs[0].numel():
+        found = _find_preconditioned_mix(gram_matrices([*stores, outputs, latents]), names, steps)
+    mixed = slice(len(names) * steps, (len(names) + 1) * steps)
+    return found or BranchMix(grams[:, mixed, mixed])
+
+
+def _find_linear_mix(grams: Array, branches: tuple[str, ...], steps: int) -> BranchMix | None:
+    """The mix, if it is the same at all steps; None if it does not explain what the scheduler got."""
+    count, inner = len(branches), len(branches) * steps
+    same_step = np.einsum("gbtct->bc", grams.reshape(-1, count + 1, steps, count + 1, steps))
+    basis = np.eye(count + 1)
+    mix, unexplained = _regress(basis[:-1], basis[-1], same_step)
+    if unexplained > _UNEXPLAINED:
+        return None
+    if count == 1:
+        return BranchMix(grams[:, inner:, inner:])
+    return BranchMix(grams[:, :inner, :inner], branches, tuple(map(float, mix)))
+
+
+def _find_preconditioned_mix(grams: Array, branches: tuple[str, ...], steps: int) -> BranchMix | None:
+    """The mix and the preconditioning, if the scheduler got scale_i (mix of outputs) + carry_i (latent) at step i.
+
+    Where a step is short, what the scheduler gets may be mostly rounding, which guidance amplifies. There, the
+    unexplained part only has to be small compared with the latent. A third of the steps must be explained without that.
+    """
+    count, inner, total = len(branches), len(branches) * steps, grams.sum(axis=0)
+    by_step = [total[at : inner + 2 * steps : steps, at : inner + 2 * steps : steps] for at in range(steps)]
+    *outputs, given, latent = np.eye(count + 2)
+    shares = np.array([_regress(np.stack([*outputs, latent]), given, gram)[0][:-1] for gram in by_step])
+    scale = shares.sum(axis=1, keepdims=True)
+    if np.any(np.abs(scale) < 1e-6):
+        return None
+    mix = np.median(shares / scale, axis=0)
+    fits = [_regress(np.stack([mix @ outputs, latent]), given, gram) for gram in by_step]
+    unexplained = np.array([rest for _, rest in fits])
+    latents = total[inner + steps :, inner + steps :]
+    sizes, next_to = np.diag(latents), np.diag(latents, 1)
+    moved = (sizes[1:] - 2 * next_to + sizes[:-1]) / np.maximum(sizes[:-1], 1e-30)  # |x_{i+1} - x_i|^2 / |x_i|^2
+    explained, rounding = unexplained <= _UNEXPLAINED, unexplained * moved <= _LATENT_ROUNDING * mix @ mix
+    if explained.mean() < 1 / 3 or not np.all(explained | rounding):
+        return None
+    preconditioning = Preconditioning(*np.array([share for share, _ in fits]).T)
+    single = BranchMix(grams[:, :inner, :inner], preconditioning=preconditioning)
+    return single if count == 1 else replace(single, branches=branches, mix=tuple(map(float, mix)))
+
+
+def _regress(features: Array, target: Array, gram: Array) -> tuple[Array, float]:
+    """The share of each feature in the target, and the part of the target's squared length that is unexplained."""
+    normal, known, whole = features @ gram @ features.T, features @ gram @ target, float(target @ gram @ target)
+    size = np.sqrt(np.maximum(np.diag(normal), 1e-30))
+    shares: Array = np.linalg.lstsq(normal / np.outer(size, size), known / size, rcond=1e-12)[0] / size
+    return shares, (whole - float(shares @ known)) / max(whole, 1e-30)

@@ -1,0 +1,251 @@
+"""`tune`: the fastest plan that meets a quality target, with a certificate.
+
+Candidates are ordered from slow to fast before the held-back prompts are used. Each is tested against the hypothesis
+that more than `1 - share` of all images miss the target; the first candidate that cannot refute it ends the sequence
+(fixed-sequence testing). With k misses among n images, the p-value is exactly binomial,
+
+    p = sum_{i<=k} C(n, i) (1 - share)^i share^(n-i),
+
+and a candidate passes if p <= 1 - confidence. The probability that any certified candidate does not keep its promise is
+then at most `1 - confidence`, without a correction for the number of candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import torch
+from tqdm.auto import tqdm
+
+from ..engine.backend import find_transformers
+from ..errors import ConfigError, HoldoverError
+from ..metrics import each, psnr, ssim
+from ..profiles import Certificate, Profile
+from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, hash_prompts, without_progress_bars
+from .config import PlanConfig, Target
+from .identity import adapters
+from .method import PlanBackend
+from .planner import search_profile
+from .recording import TensorStore
+from .search import CandidateSchedule
+
+T = TypeVar("T")
+_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"psnr": psnr, "ssim": ssim}
+_MARGIN = 20.0  # dB above the target at which the sequence of candidates starts
+_FASTER = 1.12  # speed-up from one candidate to the next
+
+
+class Trials:
+    """Runs plans on the model and compares their images with uncached ones of the same prompts and seeds.
+
+    A context manager that frees the uncached images.
+    """
+
+    def __init__(self, caller: Caller, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1) -> None:
+        self._caller = caller
+        self._parts = list(batches(prompts, batch_size, seed))
+        self.count = len(self._parts)  # calls of the pipeline that one trial takes
+        self._references = TensorStore("cpu")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._references.close()
+
+    def generate_references(self, progress: Callable[[], Any] | None = None) -> None:
+        """Generate the uncached images."""
+        for prompts, seeds in self._parts:
+            images = self._caller(prompts, seeds)
+            if images is None:
+                raise HoldoverError(f"The output of {type(self._caller.pipe).__name__} is not an image to compare.")
+            self._references.append(images)
+            if progress is not None:
+                progress()
+
+    def values(self, profile: Profile, metric: str, computed: tuple[int, ...]) -> list[float]:
+        """The quality of each image under a schedule."""
+        return self.run(profile, metric, computed)[0]
+
+    def run(
+        self,
+        profile: Profile,
+        metric: str,
+        computed: tuple[int, ...],
+        progress: Callable[[], Any] | None = None,
+        stop: Callable[[list[float]], bool] | None = None,
+    ) -> tuple[list[float], str]:
+        """The quality of each image under a schedule, and the digest of the plan; ends early when `stop` is true."""
+        backend = PlanBackend(PlanConfig(profile=profile, schedule=computed, guard=False))
+        backend.enable(self._caller.pipe)
+        values: list[float] = []
+        try:
+            for index, (prompts, seeds) in enumerate(self._parts):
+                images = self._caller(prompts, seeds)
+                assert images is not None
+                values += each(_METRICS[metric], images.cpu(), self._references[index]).tolist()
+                if progress is not None:
+                    progress()
+                if stop is not None and stop(values):
+                    break
+            return values, backend.plan_digest()
+        finally:
+            backend.disable()
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """One candidate schedule that was tried: its expected and its measured quality, and the digest of its plan."""
+
+    computed: tuple[int, ...]
+    expected: float | None
+    values: tuple[float, ...]
+    passed: bool
+    plan: str
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The profile with its certificate, and every candidate that was tried, from slow to fast."""
+
+    profile: Profile
+    certificate: Certificate | None
+    tried: tuple[CandidateResult, ...]
+
+    def __str__(self) -> str:
+        if self.certificate is None:
+            return "no plan could be certified: none tried keeps the target often enough on these prompts"
+        return f"{len(self.certificate.computed)} of {len(self.certificate.noise)} steps computed: {self.certificate}"
+
+
+def tune(
+    pipe: Any,
+    profile: Profile,
+    prompts: Sequence[Prompt] | None = None,
+    target: str = "psnr>=40",
+    confidence: float = 0.95,
+    *,
+    share: float = 0.95,
+    seed: int = 1_000_000,
+    batch_size: int = 1,
+    progress: bool = True,
+    **call: Any,
+) -> TuningResult:
+    """Find the fastest plan with which `share` of images meet `target`, shown with `confidence` on held-back prompts.
+
+    The prompts must not be those of the calibration; the default is the rest of the built-in list. Candidates are tried
+    from slow to fast, each until it has passed or can no longer pass.
+    """
+    wanted = Target.parsed(target)
+    chosen = _held_back_prompts(pipe, profile, prompts, share, confidence)
+    most = allowed_misses(len(chosen), share, confidence) or 0
+    offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
+    candidates = _candidates(search_profile(profile).frontier, wanted, offset)
+    tried: list[CandidateResult] = []
+
+    def passes(candidate: CandidateSchedule) -> bool:
+        values, plan = trials.run(
+            profile, wanted.metric, candidate.computed, bar.update, stop=lambda values: wanted.misses(values) > most
+        )
+        expected = None if offset is None else candidate.psnr(offset)
+        passed = wanted.misses(values) <= most
+        tried.append(CandidateResult(candidate.computed, expected, tuple(values), passed, plan))
+        return passed
+
+    with (
+        without_progress_bars(pipe),
+        Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size) as trials,
+        tqdm(
+            total=trials.count * (1 + len(candidates)), disable=not progress, desc=f"tuning to {wanted}", unit="run"
+        ) as bar,
+    ):
+        trials.generate_references(bar.update)
+        best = fastest_passing(candidates, passes)
+    if best is None:
+        return TuningResult(profile, None, tuple(tried))
+    result = next(one for one in tried if one.computed == best.computed)
+    certificate = Certificate(
+        target=str(wanted),
+        computed=result.computed,
+        noise=profile.facts.noise,
+        share=share,
+        confidence=confidence,
+        prompts=len(result.values),
+        below=wanted.misses(result.values),
+        prompts_hash=hash_prompts(chosen),
+        scheduler=type(pipe.scheduler).__name__,
+        plan=result.plan,
+        guidance=profile.facts.guidance,
+        adapters=tuple(a for module in find_transformers(pipe).values() for a in adapters(module)),
+    )
+    others = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
+    return TuningResult(profile.with_facts(certificates=(*others, certificate)), certificate, tuple(tried))
+
+
+def _held_back_prompts(
+    pipe: Any, profile: Profile, prompts: Sequence[Prompt] | None, share: float, confidence: float
+) -> list[Prompt]:
+    """The prompts to certify on; an error if they are too few."""
+    for name, value in (("share", share), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ConfigError(f"{name} must lie between 0 and 1, not {value}.")
+    used = max(GENERATIONS, profile.facts.prompts)
+    chosen: list[Prompt] = list(built_in_prompts(pipe)[used:] if prompts is None else prompts)
+    least = fewest_prompts(share, confidence)
+    if len(chosen) < least:
+        raise ConfigError(
+            f"{len(chosen)} held-back prompts cannot show that {share:.0%} of images meet a target with "
+            f"{confidence:.0%} confidence: at least {least} are needed."
+        )
+    return chosen
+
+
+def _candidates(
+    frontier: dict[int, CandidateSchedule], target: Target, offset: float | None
+) -> list[CandidateSchedule]:
+    """Candidates from slow to fast, chosen from the profile alone; with an offset to dB, they start 20 dB above the target."""
+    budgets = [count for count, candidate in frontier.items() if candidate.cost > 0]
+    slowest = max(budgets, default=0)
+    if offset is not None:
+        safe = [count for count in budgets if frontier[count].psnr(offset) >= target.least + _MARGIN]
+        slowest = min(safe, default=slowest)
+    chosen: list[CandidateSchedule] = []
+    count = float(slowest)
+    while count >= min(frontier):
+        if not chosen or round(count) != len(chosen[-1].computed):
+            chosen.append(frontier[round(count)])
+        count = min(count / _FASTER, math.ceil(count) - 1)
+    return chosen
+
+
+def p_value(misses: int, tried: int, share: float) -> float:
+    """The probability of at most so many misses among `tried` images if a part `1 - share` of all images missed."""
+    miss = 1.0 - share
+    return sum(math.comb(tried, k) * miss**k * share ** (tried - k) for k in range(misses + 1))
+
+
+def allowed_misses(tried: int, share: float, confidence: float) -> int | None:
+    """How many images may miss the target for a certificate; None if so few images prove nothing."""
+    allowed = [k for k in range(tried + 1) if p_value(k, tried, share) <= 1.0 - confidence]
+    return max(allowed, default=None)
+
+
+def fewest_prompts(share: float, confidence: float) -> int:
+    """The smallest number of prompts that can certify anything."""
+    tried = 1
+    while allowed_misses(tried, share, confidence) is None:
+        tried += 1
+    return tried
+
+
+def fastest_passing(candidates: Iterable[T], passes: Callable[[T], bool]) -> T | None:
+    """The last candidate, from slow to fast, before the first that does not pass."""
+    best = None
+    for candidate in candidates:
+        if not passes(candidate):
+            break
+        best = candidate
+    return best

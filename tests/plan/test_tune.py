@@ -1,0 +1,202 @@
+"""Plans certified for a target on held-back prompts, what that proves, and that it proves no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+import holdover
+from holdover.plan.planner import search_profile
+from holdover.plan.tune import allowed_misses, fastest_passing, fewest_prompts, p_value
+from holdover.profiles import Profile
+
+from .tuned import HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
+
+relaxed = settings(deadline=None, max_examples=60)
+
+
+def test_a_certificate_is_stored_and_used():
+    found = tuned("psnr>=45")
+    certificate = found.certificate
+    assert certificate.prompts == 4
+    assert certificate.below == 0
+    assert (certificate.share, certificate.confidence, certificate.target) == (0.5, 0.9, "psnr>=45")
+    assert certificate.noise == measured().facts.noise
+    assert certificate in found.profile.facts.certificates
+    assert "4 prompts tried, 0 below" in str(found)
+    with holdover.enable(pipeline(), "plan", profile=found.profile, target="psnr>=45", guard=False) as cache:
+        generate()
+        generation = cache.stats().last
+        assert "certified for psnr>=45" in str(cache.stats())
+    for branch in generation.branches:
+        visits = generation.of_branch(branch)
+        assert tuple(v.step for v in visits if v.computed) == certificate.computed
+
+
+def test_candidates_are_tried_from_slow_to_fast_until_the_first_failure():
+    found = tuned("psnr>=45")
+    counts = [len(tried.computed) for tried in found.tried]
+    assert counts == sorted(set(counts), reverse=True)
+    passed = [tried.passed for tried in found.tried]
+    assert passed == sorted(passed, reverse=True)
+    best = [tried for tried in found.tried if tried.passed][-1]
+    assert best.computed == found.certificate.computed
+    assert all(value >= 45 for value in best.values)
+    assert allowed_misses(4, 0.5, 0.9) == 0
+
+
+def test_a_target_that_nothing_meets_is_not_certified():
+    found = tuned("psnr>=95")
+    assert found.certificate is None
+    assert found.profile == measured()
+    assert "no plan could be certified" in str(found)
+    assert len(found.tried) == 1
+
+
+def test_a_certificate_for_a_higher_target_holds_for_a_lower_one_and_not_the_other_way_round():
+    profile = tuned("psnr>=45").profile
+    with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=41", guard=False) as cache:
+        generate()
+        assert "certified for psnr>=45" in str(cache.stats())
+        with cache.using(target="psnr>=46"):
+            generate()
+        assert "certified for psnr>=46" not in str(cache.stats())
+
+
+def test_a_certificate_is_for_the_plan_that_was_tried_only():
+    """With another predictor, or residuals instead of outputs, the images are not those that were tried."""
+    profile = tuned("psnr>=45").profile
+    for other in ({"predictor": "hold"}, {"quantity": "seam"}):
+        with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=45", **other) as cache:
+            generate()
+            assert "certified" not in str(cache.stats())
+
+
+def test_ssim_needs_a_certificate_and_gets_one():
+    with holdover.enable(pipeline(), "plan", profile=measured(), target="ssim>=0.99"):
+        with pytest.raises(holdover.ConfigError, match=r"holdover\.tune"):
+            generate()
+    found = tuned("ssim>=0.99")
+    assert found.certificate is not None
+    with holdover.enable(pipeline(), "plan", profile=found.profile, target="ssim>=0.99") as cache:
+        generate()
+        assert "certified for ssim>=0.99" in str(cache.stats())
+
+
+def test_psnr_without_a_certificate_is_what_is_expected():
+    with holdover.enable(pipeline(), "plan", profile=measured(), target="psnr>=30", guard=False) as cache:
+        generate()
+        few = cache.stats().last.computed_total
+        with cache.using(target="psnr>=55"):
+            generate()
+            assert cache.stats().last.computed_total > few
+
+
+def test_a_target_without_a_profile_says_how_to_get_one():
+    for wanted in ({"target": "psnr>=40"}, {"predictor": "least_squares", "budget": 3}):
+        with pytest.raises(holdover.ConfigError, match=r"holdover\.calibrate"):
+            holdover.enable(pipeline(), "plan", **wanted)
+
+
+def test_a_new_certificate_replaces_the_old_one():
+    again = holdover.tune(pipeline(), tuned("psnr>=45").profile, HELD_BACK, "psnr>=45", batch_size=2, **SURE)
+    assert len(again.profile.facts.certificates) == 1
+    assert again.certificate == tuned("psnr>=45").certificate
+
+
+def test_a_tuned_profile_is_saved_and_loaded(tmp_path):
+    profile = tuned("psnr>=45").profile
+    assert Profile.load(profile.save(tmp_path / "tuned.safetensors")) == profile
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"share": 0.95, "confidence": 0.95}, "4 held-back prompts cannot show .* at least 59 are needed"),
+        ({"share": 1.0}, "share must lie between 0 and 1"),
+        ({"confidence": 0.0}, "confidence must lie between 0 and 1"),
+        ({"target": "lips>=3"}, "no metric 'lips'"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_wrong_arguments_are_errors(changes, said):
+    call = {**SURE, "target": "psnr>=45", **changes}
+    with pytest.raises(holdover.ConfigError, match=said):
+        holdover.tune(pipeline(), measured(), HELD_BACK, **call)
+
+
+def test_the_frontier_of_a_profile_has_every_budget():
+    assert list(search_profile(measured()).frontier) == list(range(1, STEPS + 1))
+
+
+# What a trial on held-back prompts proves.
+
+
+@relaxed
+@given(tried=st.integers(1, 300), share=st.floats(0.01, 0.99), data=st.data())
+def test_p_values_are_binomial(tried, share, data):
+    below = data.draw(st.integers(0, tried))
+    assert p_value(below, tried, share) == pytest.approx(binom.cdf(below, tried, 1 - share), rel=1e-6, abs=1e-12)
+
+
+def test_sixty_prompts_without_a_violation_certify_95_of_100_and_58_do_not():
+    assert allowed_misses(60, 0.95, 0.95) == 0
+    assert allowed_misses(58, 0.95, 0.95) is None
+    assert fewest_prompts(0.95, 0.95) == 59
+    assert p_value(0, 60, 0.95) < 0.05 < p_value(1, 60, 0.95)
+
+
+@relaxed
+@given(tried=st.integers(1, 200), share=st.floats(0.3, 0.97), confidence=st.floats(0.3, 0.97))
+def test_as_many_may_miss_as_the_p_value_allows(tried, share, confidence):
+    most = allowed_misses(tried, share, confidence)
+    if most is None:
+        assert p_value(0, tried, share) > 1 - confidence
+        assert tried < fewest_prompts(share, confidence)
+    else:
+        assert p_value(most, tried, share) <= 1 - confidence
+        assert most == tried or p_value(most + 1, tried, share) > 1 - confidence
+
+
+def test_the_sequence_stops_at_the_first_failure():
+    tried = []
+
+    def passes(candidate):
+        tried.append(candidate)
+        return candidate != "c"
+
+    assert fastest_passing("abcde", passes) == "b"
+    assert tried == ["a", "b", "c"]
+    assert fastest_passing("c", passes) is None
+    assert fastest_passing("ab", passes) == "b"
+    assert fastest_passing("", passes) is None
+
+
+@pytest.mark.parametrize(("share", "confidence", "prompts"), [(0.95, 0.95, 60), (0.9, 0.9, 40), (0.8, 0.95, 30)])
+def test_certificates_are_wrong_no_more_often_than_promised(share, confidence, prompts):
+    """Random prompts from a population in which each candidate's true share is known, many times over.
+
+    The qualities of one prompt under all candidates are correlated, as they are in images.
+    """
+    random = np.random.default_rng(0)
+    population, target, rounds = 4000, 40.0, 2000
+    hardness = random.normal(scale=3.0, size=population)
+    levels = np.linspace(52.0, 41.0, 9)  # mean quality, from slow to fast
+    quality = levels[:, None] - hardness + random.normal(scale=1.5, size=(len(levels), population))
+    honest = (quality >= target).mean(axis=1) >= share
+    assert honest[0]
+    assert not honest[-1]
+    most = allowed_misses(prompts, share, confidence)
+    wrong = certified = 0
+    for _ in range(rounds):
+        sample = random.choice(population, prompts)
+        below = (quality[:, sample] < target).sum(axis=1)
+        best = fastest_passing(range(len(levels)), lambda candidate, below=below: below[candidate] <= most)
+        certified += best is not None
+        wrong += best is not None and not honest[best]
+    promised = 1 - confidence
+    assert wrong / rounds <= promised + 3 * np.sqrt(promised * (1 - promised) / rounds)
+    assert certified > rounds / 2
