@@ -206,7 +206,7 @@ def _held_back_prompts(
 def _candidates(
     frontier: dict[int, CandidateSchedule], target: Target, offset: float | None
 ) -> list[CandidateSchedule]:
-    """Candidates from slow to fast, chosen from the profile alone; with an offset to dB, they start 20 dB above the target."""
+    """Candidates from slow to fast, chosen from the profile alone; with an offset, from 20 dB above the target."""
     budgets = [count for count, candidate in frontier.items() if candidate.cost > 0]
     slowest = max(budgets, default=0)
     if offset is not None:
