@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import HoldoverError
-from ..metrics.summary import METRICS, Summary, finite_or_none, none_to_infinite
+from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
 
 FORMAT = 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare import Results, Row
-from ..metrics.summary import METRICS
+from ..metrics import METRICS
 from . import words
 from .colours import NAMES, colours, series_of
 from .embed import data_uri

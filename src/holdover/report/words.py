@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..metrics.summary import METRICS
+from ..metrics import METRICS
 
 
 def figure(metric: str, value: float) -> str:
