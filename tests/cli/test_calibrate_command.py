@@ -1,4 +1,4 @@
-"""`holdover calibrate`, on the model in the box with few steps."""
+"""`holdover calibrate`, on the emoji model with few steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdover.cli.app import app
+from holdover.cli import app
 from holdover.profiles import Profile
 
 
@@ -21,7 +21,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
     code, said = ran("calibrate", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
     assert code == 0, said
-    assert "3x: 2 of 6 steps, expected to keep" in said
+    assert "3x: 2 of 6 steps, expected PSNR" in said
     assert f"profile  {out}" in said
     return out
 
@@ -51,9 +51,9 @@ def test_bad_input_gets_one_line_and_exit_code_2(case: str, tmp_path: Path, monk
     assert output.strip().count("\n") == 0
 
 
-def test_a_profile_that_is_there_is_not_replaced(profile: Path) -> None:
+def test_an_existing_profile_is_not_replaced(profile: Path) -> None:
     before = profile.read_bytes()
     code, said = ran("calibrate", "--out", profile)
     assert code == 2
-    assert "is there already" in said
+    assert "already exists" in said
     assert profile.read_bytes() == before

@@ -1,4 +1,4 @@
-"""`holdover tune`, on the model in the box with few steps."""
+"""`holdover tune`, on the emoji model with few steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import holdover
-from holdover.cli import tune as command
-from holdover.cli.app import app
+from holdover.cli import app, planning
 from holdover.compare import Results
 from holdover.profiles import Profile
-from holdover.report.prediction import predicted
+from holdover.report.prediction import predict_psnr
 from tiny.prompted import prompted_flux
 
 FEW = ("--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=15")
@@ -45,8 +44,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_tune_writes_a_certificate_and_prints_predicted_beside_measured(profile: Path) -> None:
-    expected = dict(predicted(Profile.load(profile)))
+def test_tune_writes_a_certificate_and_prints_predicted_and_measured(profile: Path) -> None:
+    expected = dict(predict_psnr(Profile.load(profile)))
     code, said = ran("tune", profile, *FEW)
     assert code == 0, said
     assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
@@ -59,12 +58,12 @@ def test_tune_writes_a_certificate_and_prints_predicted_beside_measured(profile:
     assert all(float(row[3]) <= float(row[2]) for row in rows)
 
 
-def test_a_report_has_both_frontiers_with_every_peer_and_both_baselines(
+def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a tiny pipeline in the place of the model in the box, for there are forty candidates."""
+    """On a tiny pipeline instead of the emoji model, because there are forty candidates."""
     pipe, page = prompted_flux(), tmp_path / "tuned.html"
-    monkeypatch.setattr(command, "load_pipeline", lambda name: pipe)
+    monkeypatch.setattr(planning, "load_pipeline", lambda name: pipe)
     holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
         tmp_path / "p.safetensors"
     )
@@ -90,7 +89,7 @@ BAD = {
         ["none.safetensors", "--report", "file"],
         "--report cannot be written: file is a file.",
     ),
-    "a page beside a file": (
+    "a page next to a file": (
         ["none.safetensors", "--report", "file.html"],
         "--report cannot be written: file is a file.",
     ),
