@@ -45,7 +45,7 @@ WITHOUT_DOCSTRING = {
     "Method": "The names of the methods that keep profiles.",
     "METRICS": "Every metric by name: its title, its unit, and which end is the good one.",
     "PSNR_CAP": "The most a PSNR counts for beside smaller ones, in decibels.",
-    "Candidate": "A `CacheMethod`, `FewerSteps` or `Custom`.",
+    "Candidate": "A `MethodCandidate`, `FewerSteps` or `Custom`.",
     "CUSTOM_DIT_ENABLERS": "From the name of a pipeline's or transformer's class to the function that enables it.",
     "RefreshCacheContextFunc": "A function `(pipeline, num_inference_steps, verbose)` that begins a generation.",
     "logger": "Where the backend says what it put on a pipeline.",

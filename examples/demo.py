@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 import holdover
 from holdover.cli.application import one_line_errors
 from holdover.cli.generation import run_and_report
-from holdover.compare import CacheMethod, Comparison, Results, Row
+from holdover.compare import Comparison, MethodCandidate, Results, Row
 from holdover.selector import methods
 
 PROMPTS = (
@@ -43,7 +43,7 @@ CELL, PICTURE, LABEL, GAP = 124, 112, 252, 14
 
 def comparison() -> Comparison:
     """What is drawn: every prompt under every candidate that this version has."""
-    known = [CacheMethod(name, tuple(settings.items())) for name, settings in CANDIDATES if name in methods()]
+    known = [MethodCandidate(name, tuple(settings.items())) for name, settings in CANDIDATES if name in methods()]
     return Comparison(PROMPTS, tuple(known), steps=30, batch_size=len(PROMPTS), clock="cpu")
 
 

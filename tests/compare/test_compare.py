@@ -16,11 +16,11 @@ from PIL import Image
 
 import holdover
 from holdover.compare import (
-    CacheMethod,
     Comparison,
     Custom,
     FewerSteps,
     Folder,
+    MethodCandidate,
     ProgressCallback,
     Results,
     Row,
@@ -31,8 +31,8 @@ from holdover.metrics import psnr
 from tiny.prompted import prompted_flux, prompted_wan
 
 SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
-HOLDS = CacheMethod("mag_cache", tuple(SETTINGS.items()), "holds")
-NONE = CacheMethod("none")
+HOLDS = MethodCandidate("mag_cache", tuple(SETTINGS.items()), "holds")
+NONE = MethodCandidate("none")
 
 
 def spec(*candidates: Any, **changes: Any) -> Comparison:
@@ -161,7 +161,7 @@ class TestWarmUp:
         plain = prompted_flux()
         pipe = Unstoppable(**plain.components)
         pipe.default_sample_size = plain.default_sample_size
-        held = CacheMethod("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
+        held = MethodCandidate("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
         row = compare(pipe, spec(held, warmup=2)).row("held")
         assert row.error is None
         assert row.computed_steps == 3
@@ -226,7 +226,7 @@ class TestFailures:
             raise RuntimeError("out of luck\nsecond line")
             yield
 
-        results = compare(pipe, spec(Custom("fails", around), CacheMethod("tea_cache"), HOLDS))
+        results = compare(pipe, spec(Custom("fails", around), MethodCandidate("tea_cache"), HOLDS))
         assert results.row("fails").error == "RuntimeError: out of luck"
         assert results.row("tea_cache").error is None
         assert results.row("holds").error is None
@@ -234,7 +234,7 @@ class TestFailures:
         assert Results.from_dict(json.loads(json.dumps(results.as_dict()))) == results
 
     def test_a_profile_that_is_missing_fails_by_name(self, pipe: Any) -> None:
-        results = compare(pipe, spec(CacheMethod("mag_cache", (("profile", "no-such-profile"),)), HOLDS))
+        results = compare(pipe, spec(MethodCandidate("mag_cache", (("profile", "no-such-profile"),)), HOLDS))
         error = results.rows[0].error
         assert error is not None
         assert error.startswith("ProfileError: ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdover.compare import CacheMethod, Comparison, Custom, FewerSteps, from_mapping, parse_method
+from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
 from holdover.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def test_images_are_every_prompt_with_every_seed() -> None:
 
 def test_it_is_frozen_and_hashable() -> None:
     spec = Comparison(
-        ["a"], [CacheMethod("tea_cache", {"rel_l1_thresh": 0.1}.items())], arguments={"height": 64}.items()
+        ["a"], [MethodCandidate("tea_cache", {"rel_l1_thresh": 0.1}.items())], arguments={"height": 64}.items()
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.steps = 3  # type: ignore[misc]
@@ -27,7 +27,7 @@ def test_it_is_frozen_and_hashable() -> None:
 
 def test_settings_do_not_depend_on_order_or_candidates() -> None:
     one = Comparison(("a",), arguments=(("width", 64), ("height", 32)))
-    two = Comparison(("a",), (CacheMethod("none"),), arguments=(("height", 32), ("width", 64)))
+    two = Comparison(("a",), (MethodCandidate("none"),), arguments=(("height", 32), ("width", 64)))
     assert one.settings() == two.settings()
     assert one.settings()["arguments"] == {"height": 32, "width": 64}
 
@@ -51,8 +51,8 @@ def test_labels() -> None:
     assert parse_method("mag_cache:mag_threshold=0.06,mag_max_skip_steps=3").label == "mag_cache 0.06 / 3"
     assert parse_method("mag_cache:mag_ratios=[1,1]").label == "mag_cache mag_ratios of 2"
     assert parse_method("mag_cache:calibrate=true").label == "mag_cache calibrate"
-    assert CacheMethod("none").label == "none"
-    assert CacheMethod("none", (), "mine").label == "mine"
+    assert MethodCandidate("none").label == "none"
+    assert MethodCandidate("none", (), "mine").label == "mine"
     assert FewerSteps(9).label == "9 steps"
     assert FewerSteps(9, second_order=True).label == "9 steps, second order"
 
@@ -120,7 +120,7 @@ def test_settings_that_are_not_settings(text: str) -> None:
 
 
 def test_candidates_of_no_kind() -> None:
-    with pytest.raises(ConfigError, match="A candidate is a CacheMethod"):
+    with pytest.raises(ConfigError, match="A candidate is a MethodCandidate"):
         Comparison(("a",), ("tea_cache",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="label"):
         Custom(" ", lambda pipe: pipe)

@@ -11,7 +11,7 @@ import pytest
 from diffusers import FirstBlockCacheConfig
 
 import holdover
-from holdover.compare import CacheMethod, Comparison, Custom, FewerSteps, Results, compare, diffusers_cache
+from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, compare, diffusers_cache
 from holdover.metrics import Summary
 from holdover.profiles import Profile, measured
 from holdover.report import Prediction, write_report
@@ -55,9 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(pipe: Any, found: Tuned, folder: Path) -> Results:
     found.profile.save(folder / "tiny.safetensors")
     settings = {"profile": str(folder / "tiny.safetensors"), "guard": False}
-    plans = [CacheMethod("plan", (("budget", k), *settings.items()), f"plan {k}", "plan") for k in (2, 4)]
+    plans = [MethodCandidate("plan", (("budget", k), *settings.items()), f"plan {k}", "plan") for k in (2, 4)]
     fewer = [FewerSteps(k, order) for order in (False, True) for k in (2, 4)]
-    peers = [diffusers_cache("theirs 2", lambda: FirstBlockCacheConfig(threshold=2.0), "theirs"), CacheMethod("none")]
+    peers = [
+        diffusers_cache("theirs 2", lambda: FirstBlockCacheConfig(threshold=2.0), "theirs"),
+        MethodCandidate("none"),
+    ]
     unknown = [Custom("fails", broken)]
     spec = Comparison(("yellow car", "a house"), (*plans, *fewer, *peers, *unknown), steps=STEPS, baselines=False)
     return compare(pipe, spec, folder)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from holdover.compare import CacheMethod, Comparison, Custom, FewerSteps, Results, Row, compare
+from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, Row, compare
 from holdover.report import view, write_report
 from holdover.report.plots import Point, assign_colors, find_frontier
 from tiny.prompted import prompted_flux
@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     candidates = (
-        CacheMethod("mag_cache", tuple(SETTINGS.items()), "mag <b>"),
-        CacheMethod("none"),
+        MethodCandidate("mag_cache", tuple(SETTINGS.items()), "mag <b>"),
+        MethodCandidate("none"),
         Custom("peer", broken),
     )
     return compare(prompted_flux(), Comparison(("red <i>apple</i>", "dog"), candidates, steps=8), folder)

@@ -27,7 +27,7 @@ from .application import (
 if TYPE_CHECKING:
     import torch
 
-    from ..compare import CacheMethod, Comparison, ProgressCallback, Results, Row
+    from ..compare import Comparison, MethodCandidate, ProgressCallback, Results, Row
     from ..compare.generation import TimedOutput
     from ..report import Prediction
     from ..stats import GenerationStats
@@ -52,12 +52,12 @@ def generate(
 ) -> None:
     """Generate images and save them as PNG, with their settings in the file."""
     with one_line_errors():
-        from ..compare import CacheMethod, Comparison
+        from ..compare import Comparison, MethodCandidate
         from ..compare.spec import parse_settings
 
         check_positive(num=num)
         prompt = expand_prompt(model, prompt)
-        method = CacheMethod(cache, tuple(parse_settings(settings or []).items()))
+        method = MethodCandidate(cache, tuple(parse_settings(settings or []).items()))
         seeds = tuple(range(seed, seed + num))
         spec = Comparison((prompt,), (method,), seeds, steps, guidance, warmup=2 if compare else 0)
         out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class ImageWriter:
     def __init__(self, folder: Path, model: str) -> None:
         self.folder, self.model = folder, model
 
-    def write(self, image: torch.Tensor, index: int, spec: Comparison, method: CacheMethod) -> Path:
+    def write(self, image: torch.Tensor, index: int, spec: Comparison, method: MethodCandidate) -> Path:
         """Save one image, or one video as an animated PNG, with all settings needed to generate it again."""
         from PIL.PngImagePlugin import PngInfo
 
@@ -96,7 +96,7 @@ class ImageWriter:
         return path
 
 
-def _generate(pipe: Any, spec: Comparison, method: CacheMethod, compared: bool, writer: ImageWriter) -> None:
+def _generate(pipe: Any, spec: Comparison, method: MethodCandidate, compared: bool, writer: ImageWriter) -> None:
     from ..api import enable
     from ..compare.generation import check_arguments, generate_images, warm_up
     from ..metrics import as_images
@@ -120,7 +120,7 @@ def _generate(pipe: Any, spec: Comparison, method: CacheMethod, compared: bool, 
     _print_time(cached, uncached)
 
 
-def _print_steps(method: CacheMethod, generation: GenerationStats) -> None:
+def _print_steps(method: MethodCandidate, generation: GenerationStats) -> None:
     """The computed and held steps of the last image, by branch."""
     settings = ", ".join(f"{key}={value}" for key, value in method.settings)
     print_line(f"{method.name}{f', {settings}' if settings else ''}: C computed, h held")

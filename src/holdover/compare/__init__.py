@@ -1,8 +1,8 @@
 """Compare methods and settings with uncached images of the same seeds, and with running fewer steps.
 
-from holdover.compare import CacheMethod, Comparison, compare
+from holdover.compare import Comparison, MethodCandidate, compare
 
-results = compare(pipe, Comparison(prompts=("red apple",), candidates=(CacheMethod("tea_cache"),)))
+results = compare(pipe, Comparison(prompts=("red apple",), candidates=(MethodCandidate("tea_cache"),)))
 print(results)
 """
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from .baselines import SecondOrderScheduler, build_frontier_comparison, diffusers_cache
 from .results import Folder, Results, Row
 from .runner import ProgressCallback, compare
-from .spec import CacheMethod, Candidate, Comparison, Custom, FewerSteps, from_mapping, parse_method
+from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
 
 __all__ = [
-    "CacheMethod",
     "Candidate",
     "Comparison",
     "Custom",
     "FewerSteps",
     "Folder",
+    "MethodCandidate",
     "ProgressCallback",
     "Results",
     "Row",

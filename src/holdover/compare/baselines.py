@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..plan.schedules import uniform
 from ..profiles import Profile
 from ..runtime.backend import transformers_of
-from .spec import CacheMethod, Candidate, Comparison, Custom, FewerSteps, Strips
+from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips
 
 # A second-order solver for fewer steps.
 
@@ -166,14 +166,14 @@ def build_frontier_comparison(
     steps, file = len(profile.facts.noise), str(path)
     budgets = frontier_budgets(steps)
     candidates: list[Candidate] = [
-        CacheMethod("plan", (("budget", budget), ("guard", False), ("profile", file)), f"plan {budget}", "plan")
+        MethodCandidate("plan", (("budget", budget), ("guard", False), ("profile", file)), f"plan {budget}", "plan")
         for budget in budgets
     ]
     candidates += _holdover_methods(file, steps)
     candidates += _diffusers_caches(profile)
     for budget in budgets:
         settings = {"schedule": uniform(steps, budget), "predictor": "hold", "guard": False}
-        candidates.append(CacheMethod("plan", tuple(settings.items()), f"hold, uniform {budget}", "hold, uniform"))
+        candidates.append(MethodCandidate("plan", tuple(settings.items()), f"hold, uniform {budget}", "hold, uniform"))
     candidates += [FewerSteps(budget, order) for order in (False, True) for budget in budgets]
     return Comparison(
         tuple(prompts),
@@ -190,17 +190,17 @@ def frontier_budgets(steps: int) -> list[int]:
     return sorted({max(2, int(steps / factor)) for factor in SPEED_UPS})
 
 
-def _holdover_methods(file: str, steps: int) -> list[CacheMethod]:
+def _holdover_methods(file: str, steps: int) -> list[MethodCandidate]:
     """TeaCache and MagCache with the constants of the profile, and DBCache with and without TaylorSeer."""
     constants = ("profile", file)
     candidates = [
-        CacheMethod("tea_cache", (("rel_l1_thresh", threshold), constants), f"tea_cache {threshold:g}")
+        MethodCandidate("tea_cache", (("rel_l1_thresh", threshold), constants), f"tea_cache {threshold:g}")
         for threshold in _scale(_TEA_CACHE, steps)
     ]
     names = ("mag_threshold", "mag_max_skip_steps", "mag_retention_ratio")
     for values in _mag_cache_settings(steps):
         settings = (*zip(names, values, strict=True), constants)
-        candidates.append(CacheMethod("mag_cache", settings, f"mag_cache {_join(values)}"))
+        candidates.append(MethodCandidate("mag_cache", settings, f"mag_cache {_join(values)}"))
     for taylor in (False, True):
         series = f"cache_dit DBCache{' + TaylorSeer' if taylor else ''}"
         for threshold in _scale(_FIRST_BLOCK, steps):
@@ -210,7 +210,7 @@ def _holdover_methods(file: str, steps: int) -> list[CacheMethod]:
                 "max_continuous_cached_steps": -1,
                 "enable_taylorseer": taylor,
             }
-            candidates.append(CacheMethod("cache_dit", tuple(db_cache.items()), f"{series} {threshold:g}", series))
+            candidates.append(MethodCandidate("cache_dit", tuple(db_cache.items()), f"{series} {threshold:g}", series))
     return candidates
 
 

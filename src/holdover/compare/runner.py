@@ -20,7 +20,7 @@ from ..runtime.backend import cache_of
 from .baselines import to_second_order
 from .generation import check_arguments, check_clock, describe_environment, generate_images, warm_up
 from .results import Folder, Results, Row
-from .spec import CacheMethod, Candidate, Comparison, Custom, FewerSteps, Strips, StripSource
+from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips, StripSource
 
 UNCACHED: dict[str, Any] = {"kind": "reference", "label": "uncached"}
 
@@ -238,7 +238,7 @@ def choose_baselines(results: Results) -> list[FewerSteps]:
 
 def apply_candidate(pipe: Any, candidate: Candidate) -> AbstractContextManager[StripSource]:
     """A context manager in which the pipeline runs with the candidate."""
-    if isinstance(candidate, CacheMethod):
+    if isinstance(candidate, MethodCandidate):
         return enable(pipe, candidate.name, **dict(candidate.settings))
     if isinstance(candidate, Custom):
         return candidate.context(pipe)

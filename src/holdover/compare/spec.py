@@ -24,7 +24,7 @@ StripSource = CacheBackend | Callable[[], Strips] | None
 
 
 @dataclass(frozen=True)
-class CacheMethod:
+class MethodCandidate:
     """A caching method by name, with the settings that differ from its defaults.
 
     `title` is its label in tables. Candidates of one `series`, by default the method's name, share a line in plots.
@@ -105,10 +105,10 @@ class Custom:
         return {"kind": "custom", "label": self.label} | ({"series": self.series} if self.series else {})
 
 
-Candidate = CacheMethod | FewerSteps | Custom
+Candidate = MethodCandidate | FewerSteps | Custom
 
 
-def parse_method(text: str) -> CacheMethod:
+def parse_method(text: str) -> MethodCandidate:
     """`tea_cache:rel_l1_thresh=0.15` as a candidate; several settings are comma-separated."""
     name, _, rest = text.partition(":")
     entries, depth = [""], 0
@@ -118,7 +118,7 @@ def parse_method(text: str) -> CacheMethod:
             entries.append("")
         else:
             entries[-1] += character
-    return CacheMethod(name.strip(), tuple(parse_settings(entry for entry in entries if entry.strip()).items()))
+    return MethodCandidate(name.strip(), tuple(parse_settings(entry for entry in entries if entry.strip()).items()))
 
 
 def parse_settings(entries: Iterable[str]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _check_candidates(candidates: Iterable[Any]) -> tuple[Candidate, ...]:
     candidates, labels = tuple(candidates), set()
     for candidate in candidates:
         if not isinstance(candidate, Candidate):
-            raise ConfigError(f"A candidate is a CacheMethod, FewerSteps or Custom, not {candidate!r}.")
+            raise ConfigError(f"A candidate is a MethodCandidate, FewerSteps or Custom, not {candidate!r}.")
         if candidate.label in labels:
             raise ConfigError(f"Two candidates are called {candidate.label!r}.")
         labels.add(candidate.label)
@@ -247,14 +247,14 @@ def from_mapping(values: Mapping[str, Any]) -> Comparison:
     return Comparison(**rest, candidates=tuple(candidates))
 
 
-def _parse_entry(entry: Any) -> CacheMethod:
+def _parse_entry(entry: Any) -> MethodCandidate:
     """`tea_cache`, `tea_cache:rel_l1_thresh=0.1`, or `{tea_cache: {rel_l1_thresh: 0.1}}`."""
     if isinstance(entry, str):
         return parse_method(entry)
     if isinstance(entry, Mapping) and len(entry) == 1:
         ((name, settings),) = entry.items()
         if settings is None or isinstance(settings, Mapping):
-            return CacheMethod(name, tuple((settings or {}).items()))
+            return MethodCandidate(name, tuple((settings or {}).items()))
     raise ConfigError(f"A method is written as name, name:key=value or {{name: {{key: value}}}}, not {entry!r}.")
 
 

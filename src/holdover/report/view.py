@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -53,91 +52,8 @@ def write_report(
 # What the template shows.
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One image with its difference and its caption."""
-
-    source: str
-    difference: str
-    caption: str
-    alt: str
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One value of the table: the text, and the key it is sorted by."""
-
-    text: str
-    key: float
-
-    @property
-    def sort(self) -> str:
-        """The key as a JavaScript number."""
-        return "Infinity" if math.isinf(self.key) else repr(float(self.key))
-
-
-@dataclass(frozen=True)
-class Strip:
-    """The computed and held steps of one branch."""
-
-    branch: str
-    letters: str
-
-    @property
-    def description(self) -> str:
-        """The strip as text for screen readers."""
-        return f"{self.branch}: {self.letters.count('C')} computed, {self.letters.count('h')} held, {self.letters}"
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """One candidate in all sections of the page."""
-
-    label: str
-    kind: str
-    color: str
-    detail: str
-    speed: str
-    facts: tuple[str, ...]
-    tiles: tuple[Tile, ...]
-    strips: tuple[Strip, ...]
-    cells: tuple[Cell, ...]
-    error: str | None
-
-
-@dataclass(frozen=True)
-class PredictionSection:
-    """The predicted and the measured frontier, and the table of trials."""
-
-    words: str
-    metric: str
-    wide: str
-    narrow: str
-    trials: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
-class Page:
-    """The whole page."""
-
-    title: str
-    lead: str
-    facts: tuple[tuple[str, str], ...]
-    prompts: tuple[str, ...]
-    count: int
-    rows: tuple[ReportRow, ...]
-    columns: tuple[tuple[str, str], ...]
-    legend: tuple[tuple[str, str], ...]
-    wide: str
-    narrow: str
-    prediction: PredictionSection | None
-    unavailable: tuple[tuple[str, str], ...]
-    style: str
-    script: str
-
-
-def build_page(results: Results, folder: Path, prediction: Prediction | None) -> Page:
-    """Everything the template needs."""
+def build_page(results: Results, folder: Path, prediction: Prediction | None) -> dict[str, Any]:
+    """Everything the template shows, by the names it uses."""
     colors, images = assign_colors(results), _list_images(results)
     metrics = [name for name in METRICS if any(name in row.values for row in results.rows)]
     page = files("holdover.report") / "page"
@@ -152,24 +68,23 @@ def build_page(results: Results, folder: Path, prediction: Prediction | None) ->
         *((METRICS[name].title, "mean") for name in metrics if name != "psnr"),
         ("held", "peak bytes of held residuals"),
     ]
-    return Page(
-        title=f"{len(images)} image{'' if len(images) == 1 else 's'}, {results.settings['steps']} steps",
-        lead=_describe_best(results),
-        facts=_describe_run(results),
-        prompts=tuple(f"{prompt}, seed {seed}" for prompt, seed in images[:MAX_IMAGES]),
-        count=len(images),
-        rows=tuple(
-            _build_row(results, row, folder, metrics, colors, prediction) for row in (results.reference, *results.rows)
-        ),
-        columns=tuple(columns),
-        legend=tuple((BASELINES.get(name, name), color) for name, color in colors.items()),
-        wide=plot_speed(results, 8.6, 4.6, "wide") if measured else "",
-        narrow=plot_speed(results, 4.3, 4.8, "narrow") if measured else "",
-        prediction=_build_prediction(results, prediction) if measured and prediction is not None else None,
-        unavailable=tuple((METRICS[name].title, why) for name, why in results.unavailable.items()),
-        style=(page / "report.css").read_text("utf-8"),
-        script=(page / "report.js").read_text("utf-8"),
-    )
+    rows = [_build_row(results, row, folder, metrics, colors, prediction) for row in (results.reference, *results.rows)]
+    return {
+        "title": f"{len(images)} image{'' if len(images) == 1 else 's'}, {results.settings['steps']} steps",
+        "lead": _describe_best(results),
+        "facts": _describe_run(results),
+        "prompts": [f"{prompt}, seed {seed}" for prompt, seed in images[:MAX_IMAGES]],
+        "count": len(images),
+        "rows": rows,
+        "columns": columns,
+        "legend": [(BASELINES.get(name, name), color) for name, color in colors.items()],
+        "wide": plot_speed(results, 8.6, 4.6, "wide") if measured else "",
+        "narrow": plot_speed(results, 4.3, 4.8, "narrow") if measured else "",
+        "prediction": _build_prediction(results, prediction) if measured and prediction is not None else None,
+        "unavailable": [(METRICS[name].title, why) for name, why in results.unavailable.items()],
+        "style": (page / "report.css").read_text("utf-8"),
+        "script": (page / "report.js").read_text("utf-8"),
+    }
 
 
 def _list_images(results: Results) -> list[tuple[str, int]]:
@@ -177,7 +92,8 @@ def _list_images(results: Results) -> list[tuple[str, int]]:
     return [(prompt, seed) for prompt in settings["prompts"] for seed in settings["seeds"]]
 
 
-def _build_prediction(results: Results, prediction: Prediction) -> PredictionSection:
+def _build_prediction(results: Results, prediction: Prediction) -> dict[str, Any]:
+    """The plots of the predicted and the measured frontier, and the table of trials."""
     metric, trials = prediction.target.metric, []
     for trial in prediction.trials:
         certified = trial.computed == prediction.certified
@@ -191,13 +107,13 @@ def _build_prediction(results: Results, prediction: Prediction) -> PredictionSec
                 "certified" if certified else "passed" if trial.passed else "did not pass",
             )
         )
-    return PredictionSection(
-        prediction.words,
-        METRICS[metric].title,
-        plot_prediction(results, prediction, 11.5, 5.6, "prediction-wide"),
-        plot_prediction(results, prediction, 4.6, 8.6, "prediction-narrow"),
-        tuple(trials),
-    )
+    return {
+        "words": prediction.words,
+        "metric": METRICS[metric].title,
+        "wide": plot_prediction(results, prediction, 11.5, 5.6, "prediction-wide"),
+        "narrow": plot_prediction(results, prediction, 4.6, 8.6, "prediction-narrow"),
+        "trials": trials,
+    }
 
 
 def _describe_best(results: Results) -> str:
@@ -222,7 +138,7 @@ def _describe_best(results: Results) -> str:
     return lead if closest is fastest else f"{lead} Closest to uncached is {describe(closest)}"
 
 
-def _describe_run(results: Results) -> tuple[tuple[str, str], ...]:
+def _describe_run(results: Results) -> list[tuple[str, str]]:
     """The model, the device and the settings."""
     here, settings = results.environment, results.settings
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
@@ -238,37 +154,32 @@ def _describe_run(results: Results) -> tuple[tuple[str, str], ...]:
         "Versions": f"{versions}, Python {here['python']}",
         "Date": results.date[:10],
     }
-    return tuple((name, text) for name, text in facts.items() if text)
+    return [(name, text) for name, text in facts.items() if text]
 
 
 def _build_row(
-    results: Results,
-    row: Row,
-    folder: Path,
-    metrics: list[str],
-    colors: dict[str, str],
-    prediction: Prediction | None,
-) -> ReportRow:
-    """One candidate; a plan with a budget has the PSNR that was expected of it among its facts."""
+    results: Results, row: Row, folder: Path, metrics: list[str], colors: dict[str, str], prediction: Prediction | None
+) -> dict[str, Any]:
+    """One candidate in all sections; the facts of a plan with a budget include its expected PSNR."""
     failed, settings = row.error is not None, row.candidate.get("settings", {})
-    facts = () if failed else _describe_row(row)
+    facts = [] if failed else _describe_row(row)
     budget = settings.get("budget") if row.candidate.get("name") == "plan" else None
     expected = None if prediction is None or failed else prediction.at(budget)
-    return ReportRow(
-        label=row.label,
-        kind=row.kind,
-        color=colors.get(get_series(row), "ink"),
-        detail=", ".join(f"{key}={value}" for key, value in settings.items()),
-        speed="" if failed else f"{results.speedup(row):.2f}\u00d7",
-        facts=facts if expected is None else (*facts, f"{expected:.1f} dB expected"),
-        tiles=tuple(_build_tiles(row, results, folder)),
-        strips=tuple(Strip(branch, letters) for branch, letters in row.strips.items()),
-        cells=() if failed else _build_cells(results, row, metrics),
-        error=row.error,
-    )
+    return {
+        "label": row.label,
+        "kind": row.kind,
+        "color": colors.get(get_series(row), "ink"),
+        "detail": ", ".join(f"{key}={value}" for key, value in settings.items()),
+        "speed": "" if failed else f"{results.speedup(row):.2f}\u00d7",
+        "facts": facts if expected is None else [*facts, f"{expected:.1f} dB expected"],
+        "tiles": _build_tiles(row, results, folder),
+        "strips": row.strips,
+        "cells": [] if failed else _build_cells(results, row, metrics),
+        "error": row.error,
+    }
 
 
-def _describe_row(row: Row) -> tuple[str, ...]:
+def _describe_row(row: Row) -> list[str]:
     """Time, PSNR and steps, next to the images."""
     facts = [f"{format_seconds(row.mean_seconds)} per image"]
     if row.kind != "reference":
@@ -279,36 +190,42 @@ def _describe_row(row: Row) -> tuple[str, ...]:
         facts.append(f"{row.steps} steps")
     elif row.computed_steps is not None:
         facts.append(f"{format_steps(row.computed_steps)} of {row.steps} steps computed")
-    return tuple(facts)
+    return facts
 
 
-def _build_tiles(row: Row, results: Results, folder: Path) -> list[Tile]:
+def _build_tiles(row: Row, results: Results, folder: Path) -> list[dict[str, str]]:
+    """The images of a row with their differences, captions and descriptions."""
     tiles = []
     for index, (prompt, _) in enumerate(_list_images(results)[: min(MAX_IMAGES, len(row.images))]):
-        difference = embed_image(folder / row.differences[index]) if row.differences else ""
         psnr = format_decibels(row.values["psnr"][index]) if "psnr" in row.values else ""
-        caption = f"{format_seconds(row.seconds[index])}{f' · {psnr}' if psnr else ''}"
-        alt = f"{prompt}, {row.label}{f', {psnr}' if psnr else ''}"
-        tiles.append(Tile(embed_image(folder / row.images[index]), difference, caption, alt))
+        tiles.append(
+            {
+                "source": embed_image(folder / row.images[index]),
+                "difference": embed_image(folder / row.differences[index]) if row.differences else "",
+                "caption": " · ".join(filter(None, (format_seconds(row.seconds[index]), psnr))),
+                "alt": ", ".join(filter(None, (prompt, row.label, psnr))),
+            }
+        )
     return tiles
 
 
-def _build_cells(results: Results, row: Row, metrics: list[str]) -> tuple[Cell, ...]:
-    """The values of the table, in the order of its columns."""
+def _build_cells(results: Results, row: Row, metrics: list[str]) -> list[tuple[str, str]]:
+    """The texts of the table in the order of its columns, each with the JavaScript number it is sorted by."""
     steps, speed = row.computed_steps, results.speedup(row)
-    cells = [
-        Cell("?", math.inf) if steps is None else Cell(format_steps(steps), steps),
-        Cell(format_seconds(row.mean_seconds), row.mean_seconds),
-        Cell(f"{speed:.2f}\u00d7", speed),
+    cells: list[tuple[str, float]] = [
+        ("?", math.inf) if steps is None else (format_steps(steps), steps),
+        (format_seconds(row.mean_seconds), row.mean_seconds),
+        (f"{speed:.2f}\u00d7", speed),
     ]
     if row.values:
         psnr = row.summary("psnr")
-        cells += [Cell(format_metric("psnr", value), value) for value in (psnr.mean, psnr.p10, psnr.worst)]
-        means: list[Any] = [(name, row.summary(name).mean) for name in metrics if name != "psnr"]
-        cells += [Cell(format_metric(name, value), value) for name, value in means]
+        cells += [(format_metric("psnr", value), value) for value in (psnr.mean, psnr.p10, psnr.worst)]
+        means = [(name, row.summary(name).mean) for name in metrics if name != "psnr"]
+        cells += [(format_metric(name, value), value) for name, value in means]
     else:
-        cells += [Cell("", math.inf)] * (len(metrics) + 2)
-    return (*cells, Cell(format_bytes(row.bytes_held), row.bytes_held))
+        cells += [("", math.inf)] * (len(metrics) + 2)
+    cells.append((format_bytes(row.bytes_held), row.bytes_held))
+    return [(text, "Infinity" if math.isinf(key) else repr(float(key))) for text, key in cells]
 
 
 # Formatting.
