@@ -111,7 +111,7 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], message: str, t
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _, err = run("dog", "--out", str(tmp_path / "file" / "folder"), code=2)
-    assert err.startswith(f"Error: {tmp_path / 'file'}")
+    assert err.startswith(f"Error: Cannot write to {tmp_path / 'file' / 'folder'}: ")
     assert err.count("\n") == 1
 
 

@@ -31,27 +31,27 @@ NAMES = [
 ]
 
 
-def ran(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
-    code, said = ran("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
-    assert code == 0, said
+    code, output = run("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
+    assert code == 0, output
     return out
 
 
 def test_tune_writes_a_certificate_and_prints_predicted_and_measured(profile: Path) -> None:
     expected = dict(predict_psnr(Profile.load(profile)))
-    code, said = ran("tune", profile, *FEW)
-    assert code == 0, said
-    assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
+    code, output = run("tune", profile, *FEW)
+    assert code == 0, output
+    assert "50% of pictures meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in output
     assert Profile.load(profile).facts.certificates[0].target == "psnr>=15"
     rows = re.findall(
-        r"^ +(\d) of 4 +([\d.]+) +([\d.]+|equal) +([\d.]+|equal) +(\d) +(passed|failed)$", said, re.MULTILINE
+        r"^ +(\d) of 4 +([\d.]+) +([\d.]+|equal) +([\d.]+|equal) +(\d) +(passed|failed)$", output, re.MULTILINE
     )
     assert rows[0][-1] == "passed"
     assert [float(row[1]) for row in rows] == [round(expected[int(row[0])], 1) for row in rows]
@@ -67,9 +67,9 @@ def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
     holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
         tmp_path / "p.safetensors"
     )
-    code, said = ran("tune", tmp_path / "p.safetensors", *FEW, "--report", page, "--report-prompts", 1)
-    assert code == 0, said
-    assert str(page) in said
+    code, output = run("tune", tmp_path / "p.safetensors", *FEW, "--report", page, "--report-prompts", 1)
+    assert code == 0, output
+    assert str(page) in output
     results = Results.load(tmp_path / "tuned" / "results.json")
     assert [row.label for row in results.rows if row.error is not None] == []
     text = page.read_text("utf-8")
@@ -101,8 +101,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(case: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.html").mkdir()
     (tmp_path / "file").touch()
-    words, said = BAD[case]
-    code, output = ran("tune", *words)
+    arguments, message = BAD[case]
+    code, output = run("tune", *arguments)
     assert code == 2
-    assert said in output
+    assert message in output
     assert output.strip().count("\n") == 0

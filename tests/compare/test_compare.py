@@ -342,6 +342,14 @@ class TestFolder:
         with pytest.raises(HoldoverError, match="is no results file of a comparison"):
             compare(pipe, spec(), tmp_path)
 
+    def test_a_value_of_the_wrong_type_is_refused_by_its_key(self, pipe: Any, tmp_path: Path) -> None:
+        compare(pipe, spec(NONE), tmp_path)
+        results = json.loads((tmp_path / "results.json").read_text())
+        results["rows"][0]["seconds"][1] = "soon"
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        with pytest.raises(HoldoverError, match=r"rows\.0\.seconds\.1: Input should be a valid number"):
+            Results.load(tmp_path / "results.json")
+
 
 class TestOtherOutputs:
     def test_videos_have_one_value_each(self, tmp_path: Path) -> None:

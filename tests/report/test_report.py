@@ -17,6 +17,7 @@ from PIL import Image
 from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, Row, compare
 from holdover.report import view, write_report
 from holdover.report.plots import Point, assign_colors, find_frontier
+from holdover.selector import config_class
 from tiny.prompted import prompted_flux
 
 SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
@@ -215,6 +216,14 @@ class TestParts:
         rows += [Row(FewerSteps(3).as_dict()), Row(FewerSteps(3, second_order=True).as_dict())]
         found = assign_colors(Results({}, {}, "", Row({}), tuple(rows)))
         assert len(found) == len(set(found.values())) == len(rows)
+
+    def test_the_first_series_of_a_method_has_the_color_of_the_method(self) -> None:
+        entries = [("plan", "hold, uniform"), ("plan", "plan"), ("cache_dit", "cache_dit DBCache"), ("gone", "gone")]
+        rows = tuple(Row({"kind": "method", "name": name, "series": s, "label": s}) for name, s in entries)
+        found = assign_colors(Results({}, {}, "", Row({}), rows))
+        assert found["plan"] == config_class("plan").color
+        assert found["cache_dit DBCache"] == config_class("cache_dit").color
+        assert len(set(found.values())) == len(rows)
 
     def test_large_images_are_reduced_and_small_ones_are_not(self, tmp_path: Path) -> None:
         Image.effect_noise((64, 64), 50).save(tmp_path / "small.png")

@@ -53,6 +53,7 @@ def generate(
     """Generate images and save them as PNG, with their settings in the file."""
     with one_line_errors():
         from ..compare import Comparison, MethodCandidate
+        from ..compare.results import prepare_folder
         from ..compare.spec import parse_settings
 
         check_positive(num=num)
@@ -60,10 +61,7 @@ def generate(
         method = MethodCandidate(cache, tuple(parse_settings(settings or []).items()))
         seeds = tuple(range(seed, seed + num))
         spec = Comparison((prompt,), (method,), seeds, steps, guidance, warmup=2 if compare else 0)
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
+        prepare_folder(out)
         _generate(load_pipeline(model), spec, method, compare, ImageWriter(out, model))
 
 

@@ -174,13 +174,8 @@ class Folder:
 
     def prepare(self) -> None:
         """Create the folder and check that it is writable, before anything is generated."""
-        try:
-            (self.root / "images").mkdir(parents=True, exist_ok=True)
-            probe = self.root / ".writable"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(f"Cannot write to {self.root}: {error.strerror}.") from None
+        prepare_folder(self.root)
+        prepare_folder(self.root / "images")
 
     def load(self) -> Results | None:
         """The results of an earlier run."""
@@ -215,6 +210,17 @@ class Folder:
         color = torch.tensor(_DIFFERENCE_COLOR).view(3, 1, 1) / 255
         plane = color.expand(*alpha.shape[:-3], 3, *alpha.shape[-2:])
         return self.save_images(candidate, torch.cat([plane, alpha], dim=-3), "-difference")
+
+
+def prepare_folder(path: Path) -> None:
+    """Create a folder, and raise a ConfigError if it is not writable."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {path}: {error.strerror}.") from None
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
