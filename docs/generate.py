@@ -45,7 +45,7 @@ WITHOUT_DOCSTRING = {
     "MethodName": "Names of the methods that have profiles.",
     "METRICS": "Every metric by name, with its title, unit and direction (higher or lower is better).",
     "PSNR_CAP": "Upper limit in dB for a PSNR when it is averaged with others.",
-    "Candidate": "A `Method`, `FewerSteps` or `Custom`.",
+    "Candidate": "A `MethodCandidate`, `FewerSteps` or `Custom`.",
     "CUSTOM_DIT_ENABLERS": "Maps a pipeline or transformer class name to the function that enables cache-dit on it.",
     "RefreshCacheContextFunc": "Type of functions `(pipeline, num_inference_steps, verbose)` that start a generation.",
     "logger": "The logger of the cache-dit backend.",

@@ -14,9 +14,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import holdover
-from holdover.cli.compare import run_and_report
-from holdover.cli.failing import one_line_errors
-from holdover.compare import Comparison, Method, Results, Row
+from holdover.cli.application import one_line_errors
+from holdover.cli.generation import run_and_report
+from holdover.compare import Comparison, MethodCandidate, Results, Row
 from holdover.selector import methods
 
 PROMPTS = (
@@ -43,7 +43,7 @@ CELL, PICTURE, LABEL, GAP = 124, 112, 252, 14
 
 def comparison() -> Comparison:
     """What is drawn: every prompt under every candidate that this version has."""
-    known = [Method(name, tuple(settings.items())) for name, settings in CANDIDATES if name in methods()]
+    known = [MethodCandidate(name, tuple(settings.items())) for name, settings in CANDIDATES if name in methods()]
     return Comparison(PROMPTS, tuple(known), steps=30, batch_size=len(PROMPTS), clock="cpu")
 
 
@@ -95,7 +95,7 @@ def sheet(results: Results, folder: Path, path: Path, scale: int = 2) -> None:
         for line, text in enumerate(facts(row, results)):
             place = (GAP * scale, (top + 24 + 23 * line) * scale)
             pen.text(place, text, "#111" if line == 0 else "#555", bold if line == 0 else plain)
-        for x, name in enumerate(row.pictures):
+        for x, name in enumerate(row.images):
             with Image.open(folder / name) as picture:
                 large = picture.resize((PICTURE * scale, PICTURE * scale), Image.Resampling.BICUBIC)
             canvas.paste(large, ((LABEL + x * CELL) * scale, top * scale))

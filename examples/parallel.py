@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdover
-from holdover.zoo.emoji.patches import position_ids
+from holdover.zoo.emoji.pipeline import position_ids
 
 BRANCHES = {"cond": "red apple, glossy 3d style", "uncond": ""}
 STEPS, SIDE, SCALE = 20, 64, 3.0

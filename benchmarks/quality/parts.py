@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdover.compare.environment import environment
+from holdover.compare.generation import describe_environment
 from holdover.errors import ConfigError
 
 from . import certificate, cost, dependence, guard, peers, plans
@@ -76,7 +76,7 @@ def measure(scale: Scale, device: str, out: Path, limit: float, wanted: Sequence
     begin = time.perf_counter()
     parts = {name: part for name, part in all_parts(scale).items() if not wanted or any(w in name for w in wanted)}
     bench = Bench(scale, device)
-    figures = _begun(out, scale, environment(bench.pipe))
+    figures = _begun(out, scale, describe_environment(bench.pipe))
     for name, part in parts.items():
         done = figures["parts"].get(name)
         if done is not None and "error" not in done:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import holdover
-from holdover.compare.solver import second_order
+from holdover.compare.baselines import to_second_order
 from holdover.profiles import Profile
 
 Count = Callable[[], float]
@@ -68,7 +68,7 @@ def fewer(steps: int, order: int) -> Way:
     @contextmanager
     def around(pipe: Any) -> Iterator[Count]:
         own = pipe.scheduler
-        pipe.scheduler = own if order == 1 else second_order(own)
+        pipe.scheduler = own if order == 1 else to_second_order(own)
         try:
             yield lambda: steps
         finally:

@@ -1,4 +1,4 @@
-"""`holdover calibrate`, on the model in the box with few steps."""
+"""`holdover calibrate`, on the emoji model with few steps."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdover.cli.app import app
+from holdover.cli import app
 from holdover.profiles import Profile
 
 
-def ran(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
-    code, said = ran("calibrate", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
-    assert code == 0, said
-    assert "3x: 2 of 6 steps, expected to keep" in said
-    assert f"profile  {out}" in said
+    code, output = run("calibrate", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
+    assert code == 0, output
+    assert "3x: 2 of 6 steps, expected PSNR" in output
+    assert f"profile  {out}" in output
     return out
 
 
@@ -44,16 +44,16 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_line_and_exit_code_2(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words, said = BAD[case]
-    code, output = ran(*words)
+    arguments, message = BAD[case]
+    code, output = run(*arguments)
     assert code == 2
-    assert said in output
+    assert message in output
     assert output.strip().count("\n") == 0
 
 
-def test_a_profile_that_is_there_is_not_replaced(profile: Path) -> None:
+def test_an_existing_profile_is_not_replaced(profile: Path) -> None:
     before = profile.read_bytes()
-    code, said = ran("calibrate", "--out", profile)
+    code, output = run("calibrate", "--out", profile)
     assert code == 2
-    assert "is there already" in said
+    assert "already exists" in output
     assert profile.read_bytes() == before

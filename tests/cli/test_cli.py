@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import holdover
 from holdover.cli import app, main
-from holdover.cli.app import console
+from holdover.cli.application import console
 from holdover.config import allowed_values
 from holdover.selector import config_class, methods
 
@@ -30,7 +30,7 @@ def run(*arguments: str, code: int = 0) -> tuple[str, str]:
 
 
 def rows(table: str) -> list[list[str]]:
-    """The cells of the rows that rich drew, in plain text."""
+    """The cells of the rows that rich printed, in plain text."""
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line[:1] == "│"]
 
 
@@ -98,7 +98,7 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("enable",), ("methods", "--all"), ("methods", "tea_cache", "mag_cache")])
-def test_what_it_does_not_know_is_an_error(arguments: tuple[str, ...]) -> None:
+def test_an_unknown_command_or_option_is_an_error(arguments: tuple[str, ...]) -> None:
     out, err = run(*arguments, code=2)
     assert out == ""
     assert "Error" in err

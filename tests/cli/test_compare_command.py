@@ -1,4 +1,4 @@
-"""`holdover compare`: a YAML file or flags, figures and a report, and one clear line for what is wrong."""
+"""`holdover compare`: a YAML file or flags, results and a report, and errors in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def study(folder: Path, text: str = STUDY) -> str:
     return str(path)
 
 
-def test_a_file_becomes_figures_pictures_and_a_report_and_is_taken_up_again(tmp_path: Path) -> None:
+def test_a_file_becomes_results_images_and_a_report_and_is_resumed(tmp_path: Path) -> None:
     out_folder = tmp_path / "out"
     out, _ = run(study(tmp_path), "--out", str(out_folder))
     results = Results.load(out_folder / "results.json")
@@ -68,7 +68,7 @@ def test_flags_alone(tmp_path: Path) -> None:
         ("", "must have keys such as prompts"),
         ("promts: [dog]", "A comparison has no 'promts'. Did you mean 'prompts'?"),
         ("prompts: [dog]\nmethod: [tea_cache]", "Did you mean 'methods'?"),
-        ("prompts: [dog]\nsteps: 0", "steps must be a whole number from 1 up, not 0."),
+        ("prompts: [dog]\nsteps: 0", "steps must be greater than or equal to 1, not 0."),
         ("prompts: ['']", "The prompt is empty"),
         ("prompts: ['dog, glosy 3d style']", "Did you mean 'glossy 3d style'?"),
         ("prompts: [dog]\nmethods: [teacache]", "Did you mean 'tea_cache'?"),

@@ -1,4 +1,4 @@
-"""`holdover generate`: pictures with their settings in the file, and one clear line for what cannot be drawn."""
+"""`holdover generate`: images with their settings in the file, and errors in one line."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def run(*arguments: str, code: int = 0) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-def pictures(folder: Path) -> list[str]:
+def list_images(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_picture_knows_how_it_was_drawn(tmp_path: Path) -> None:
+def test_an_image_file_has_its_settings(tmp_path: Path) -> None:
     settings = ("--cache", "tea_cache", "--set", "rel_l1_thresh=0.3")
     out, _ = run(PROMPT, "--steps", "6", "--seed", "7", *settings, "--out", str(tmp_path))
-    (name,) = pictures(tmp_path)
+    (name,) = list_images(tmp_path)
     assert name == "red-apple-glossy-3d-style-seed7-tea_cache.png"
     assert str(tmp_path / name) in out
-    with Image.open(tmp_path / name) as picture:
-        assert picture.size == (64, 64)
-        assert picture.text["Description"] == PROMPT
-        assert json.loads(picture.text["holdover"]) == {
+    with Image.open(tmp_path / name) as image:
+        assert image.size == (64, 64)
+        assert image.text["Description"] == PROMPT
+        assert json.loads(image.text["holdover"]) == {
             "model": "emoji",
             "prompt": PROMPT,
             "seed": 7,
@@ -55,43 +55,43 @@ def test_the_trace_and_the_time_are_printed(tmp_path: Path) -> None:
     cond = re.search(r"cond +([Ch]{6}) +(\d) computed, (\d) held", out)
     assert cond is not None
     assert (cond[1].count("C"), cond[1].count("h")) == (int(cond[2]), int(cond[3]))
-    assert re.search(r"\d\.\d\d s a picture", out)
-    assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, \d+\.\d dB from it at worst", out)
+    assert re.search(r"\d\.\d\d s per image", out)
+    assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, worst PSNR \d+\.\d dB", out)
 
 
-def test_without_a_cache_the_pictures_are_equal(tmp_path: Path) -> None:
+def test_without_a_cache_the_images_are_equal(tmp_path: Path) -> None:
     out, _ = run(PROMPT, "--steps", "2", "--out", str(tmp_path), "--compare")
-    assert "equal to it" in out
+    assert "equal images" in out
     assert "CC" in out
 
 
-def test_several_pictures_follow_the_seed(tmp_path: Path) -> None:
+def test_several_images_follow_the_seed(tmp_path: Path) -> None:
     run("dog, noto", "--steps", "1", "--seed", "3", "--num", "2", "--out", str(tmp_path))
-    assert pictures(tmp_path) == ["dog-google-noto-style-seed3.png", "dog-google-noto-style-seed4.png"]
-    first, second = (Image.open(tmp_path / name).tobytes() for name in pictures(tmp_path))
+    assert list_images(tmp_path) == ["dog-google-noto-style-seed3.png", "dog-google-noto-style-seed4.png"]
+    first, second = (Image.open(tmp_path / name).tobytes() for name in list_images(tmp_path))
     assert first != second
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         run("dog", "--steps", "1", "--out", str(tmp_path))
-    assert pictures(tmp_path) == ["dog-seed0-2.png", "dog-seed0.png"]
+    assert list_images(tmp_path) == ["dog-seed0-2.png", "dog-seed0.png"]
 
 
 def test_a_model_from_a_folder(tmp_path: Path) -> None:
     run("dog", "--model", str(WEIGHTS), "--steps", "1", "--out", str(tmp_path))
-    assert pictures(tmp_path) == ["dog-seed0.png"]
+    assert list_images(tmp_path) == ["dog-seed0.png"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((" ",), "The prompt is empty; say what to draw, for example 'red apple, glossy 3d style'."),
+        ((" ",), "The prompt is empty; say what to generate, for example 'red apple, glossy 3d style'."),
         (("dog, glosy 3d style",), "Did you mean 'glossy 3d style'?"),
-        (("dog", "--steps", "0"), "steps must be a whole number from 1 up, not 0."),
+        (("dog", "--steps", "0"), "steps must be greater than or equal to 1, not 0."),
         (("dog", "--num", "0"), "--num must be 1 or more, not 0."),
-        (("dog", "--seed", "-1"), "seeds must be a whole number from 0 up, not -1."),
-        (("dog", "--guidance", "nan"), "guidance must be a number from 0 up, not nan."),
+        (("dog", "--seed", "-1"), "seeds must be greater than or equal to 0, not -1."),
+        (("dog", "--guidance", "nan"), "guidance must be a finite number, not nan."),
         (("dog", "--cache", "teacache"), "There is no caching method 'teacache'. Did you mean 'tea_cache'?"),
         (("dog", "--cache", "tea_cache", "--set", "rel_l1=1"), "Did you mean 'rel_l1_thresh'?"),
         (("dog", "--cache", "tea_cache", "--set", "rel_l1_thresh=-1"), "must be at least 0, not -1"),
@@ -105,13 +105,13 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], message: str, t
     assert message in err
     assert err.startswith("Error: ")
     assert err.count("\n") == 1
-    assert pictures(tmp_path) == []
+    assert list_images(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _, err = run("dog", "--out", str(tmp_path / "file" / "folder"), code=2)
-    assert err.startswith(f"Error: {tmp_path / 'file'}")
+    assert err.startswith(f"Error: Cannot write to {tmp_path / 'file' / 'folder'}: ")
     assert err.count("\n") == 1
 
 

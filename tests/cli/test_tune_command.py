@@ -1,4 +1,4 @@
-"""`holdover tune`, on the model in the box with few steps."""
+"""`holdover tune`, on the emoji model with few steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import holdover
-from holdover.cli import tune as command
-from holdover.cli.app import app
+from holdover.cli import app, planning
 from holdover.compare import Results
 from holdover.profiles import Profile
-from holdover.report.prediction import predicted
+from holdover.report.prediction import predict_psnr
 from tiny.prompted import prompted_flux
 
 FEW = ("--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=15")
@@ -32,45 +31,45 @@ NAMES = [
 ]
 
 
-def ran(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
-    code, said = ran("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
-    assert code == 0, said
+    code, output = run("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
+    assert code == 0, output
     return out
 
 
-def test_tune_writes_a_certificate_and_prints_predicted_beside_measured(profile: Path) -> None:
-    expected = dict(predicted(Profile.load(profile)))
-    code, said = ran("tune", profile, *FEW)
-    assert code == 0, said
-    assert "50% of images meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in said
+def test_tune_writes_a_certificate_and_prints_predicted_and_measured(profile: Path) -> None:
+    expected = dict(predict_psnr(Profile.load(profile)))
+    code, output = run("tune", profile, *FEW)
+    assert code == 0, output
+    assert "50% of images meet psnr>=15, with 70% confidence; 2 prompts tried, 0 below" in output
     assert Profile.load(profile).facts.certificates[0].target == "psnr>=15"
     rows = re.findall(
-        r"^ +(\d) of 4 +([\d.]+) +([\d.]+|equal) +([\d.]+|equal) +(\d) +(passed|failed)$", said, re.MULTILINE
+        r"^ +(\d) of 4 +([\d.]+) +([\d.]+|equal) +([\d.]+|equal) +(\d) +(passed|failed)$", output, re.MULTILINE
     )
     assert rows[0][-1] == "passed"
     assert [float(row[1]) for row in rows] == [round(expected[int(row[0])], 1) for row in rows]
     assert all(float(row[3]) <= float(row[2]) for row in rows)
 
 
-def test_a_report_has_both_frontiers_with_every_peer_and_both_baselines(
+def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a tiny pipeline in the place of the model in the box, for there are forty candidates."""
+    """On a tiny pipeline instead of the emoji model, because there are forty candidates."""
     pipe, page = prompted_flux(), tmp_path / "tuned.html"
-    monkeypatch.setattr(command, "load_pipeline", lambda name: pipe)
+    monkeypatch.setattr(planning, "load_pipeline", lambda name: pipe)
     holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
         tmp_path / "p.safetensors"
     )
-    code, said = ran("tune", tmp_path / "p.safetensors", *FEW, "--report", page, "--report-prompts", 1)
-    assert code == 0, said
-    assert str(page) in said
+    code, output = run("tune", tmp_path / "p.safetensors", *FEW, "--report", page, "--report-prompts", 1)
+    assert code == 0, output
+    assert str(page) in output
     results = Results.load(tmp_path / "tuned" / "results.json")
     assert [row.label for row in results.rows if row.error is not None] == []
     text = page.read_text("utf-8")
@@ -90,7 +89,7 @@ BAD = {
         ["none.safetensors", "--report", "file"],
         "--report cannot be written: file is a file.",
     ),
-    "a page beside a file": (
+    "a page next to a file": (
         ["none.safetensors", "--report", "file.html"],
         "--report cannot be written: file is a file.",
     ),
@@ -102,8 +101,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(case: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.html").mkdir()
     (tmp_path / "file").touch()
-    words, said = BAD[case]
-    code, output = ran("tune", *words)
+    arguments, message = BAD[case]
+    code, output = run("tune", *arguments)
     assert code == 2
-    assert said in output
+    assert message in output
     assert output.strip().count("\n") == 0

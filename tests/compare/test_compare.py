@@ -1,4 +1,4 @@
-"""Comparisons on tiny real pipelines: what is measured, what is taken up again, what is refused."""
+"""Comparisons on tiny real pipelines: what is measured, what is resumed, what is refused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ from diffusers import FluxPipeline
 from PIL import Image
 
 import holdover
-from holdover.compare import Comparison, Custom, FewerSteps, Folder, Method, Results, Row, Watcher, compare
+from holdover.compare import (
+    Comparison,
+    Custom,
+    FewerSteps,
+    Folder,
+    MethodCandidate,
+    ProgressCallback,
+    Results,
+    Row,
+    compare,
+)
 from holdover.errors import ConfigError, HoldoverError
 from holdover.metrics import psnr
 from tiny.prompted import prompted_flux, prompted_wan
 
 SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
-HOLDS = Method("mag_cache", tuple(SETTINGS.items()), "holds")
-NONE = Method("none")
+HOLDS = MethodCandidate("mag_cache", tuple(SETTINGS.items()), "holds")
+NONE = MethodCandidate("none")
 
 
 def spec(*candidates: Any, **changes: Any) -> Comparison:
@@ -30,18 +40,18 @@ def spec(*candidates: Any, **changes: Any) -> Comparison:
     return Comparison(candidates=candidates, **values | changes)
 
 
-class Seen(Watcher):
-    """Remembers what was drawn anew."""
+class Recorder(ProgressCallback):
+    """Records what was generated again."""
 
     def __init__(self) -> None:
-        self.started_: list[str] = []
-        self.finished_: list[str] = []
+        self.started: list[str] = []
+        self.finished: list[str] = []
 
-    def started(self, label: str, steps: int) -> None:
-        self.started_.append(label)
+    def on_start(self, label: str, steps: int) -> None:
+        self.started.append(label)
 
-    def finished(self, row: Row, results: Results) -> None:
-        self.finished_.append(row.label)
+    def on_finish(self, row: Row, results: Results) -> None:
+        self.finished.append(row.label)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,7 @@ class TestRows:
     def results(self, pipe: Any) -> Results:
         return compare(pipe, spec(HOLDS, NONE))
 
-    def test_both_baselines_stand_beside_every_method_at_its_computed_steps(self, results: Results) -> None:
+    def test_both_baselines_are_added_for_every_method_at_its_computed_steps(self, results: Results) -> None:
         counted = round(results.row("holds").computed_steps or 0)
         assert 1 < counted < 8
         assert [row.label for row in results.rows[2:]] == [f"{counted} steps", f"{counted} steps, second order"]
@@ -76,7 +86,7 @@ class TestRows:
         assert row.bytes_held > 0
         assert 0 < row.summary("psnr").worst < 100
 
-    def test_every_picture_has_its_values_and_its_seconds(self, results: Results) -> None:
+    def test_every_image_has_its_values_and_its_seconds(self, results: Results) -> None:
         for row in results.rows:
             assert row.error is None
             assert len(row.seconds) == 4
@@ -84,14 +94,14 @@ class TestRows:
             assert {name: len(values) for name, values in row.values.items()} == dict.fromkeys(row.values, 4)
             assert {"psnr", "ssim", "nonwhite_error"} <= set(row.values)
 
-    def test_values_are_those_of_the_pictures(self, pipe: Any, results: Results) -> None:
-        def draw(prompt: str, seed: int) -> torch.Tensor:
+    def test_values_are_those_of_the_images(self, pipe: Any, results: Results) -> None:
+        def generate(prompt: str, seed: int) -> torch.Tensor:
             noise = torch.Generator().manual_seed(seed)
             return pipe(prompt, num_inference_steps=8, generator=noise, output_type="pt").images[0]
 
-        plain = draw("blue dog", 3)
+        plain = generate("blue dog", 3)
         with holdover.enable(pipe, "mag_cache", **SETTINGS):
-            held = draw("blue dog", 3)
+            held = generate("blue dog", 3)
         assert results.row("holds").values["psnr"][2] == pytest.approx(float(psnr(plain, held)), abs=0.01)
 
     def test_json_and_back(self, results: Results, tmp_path: Path) -> None:
@@ -130,7 +140,7 @@ def test_the_processor_s_time_needs_one_thread(pipe: Any) -> None:
 
 
 class TestWarmUp:
-    def test_it_changes_no_picture(self, pipe: Any) -> None:
+    def test_it_changes_no_image(self, pipe: Any) -> None:
         cold, warm, whole = (compare(pipe, spec(HOLDS, warmup=steps)).row("holds") for steps in (0, 2, 8))
         assert cold.values == warm.values == whole.values
         assert cold.strips == warm.strips == whole.strips
@@ -151,7 +161,7 @@ class TestWarmUp:
         plain = prompted_flux()
         pipe = Unstoppable(**plain.components)
         pipe.default_sample_size = plain.default_sample_size
-        held = Method("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
+        held = MethodCandidate("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
         row = compare(pipe, spec(held, warmup=2)).row("held")
         assert row.error is None
         assert row.computed_steps == 3
@@ -198,7 +208,7 @@ class TestCustom:
         assert results.row("mine").strips == results.row("holds").strips
         assert results.row("mine").values == results.row("holds").values
 
-    def test_where_nobody_knows(self, pipe: Any) -> None:
+    def test_unknown_computed_steps(self, pipe: Any) -> None:
         @contextmanager
         def around(pipe: Any) -> Iterator[None]:
             yield None
@@ -216,7 +226,7 @@ class TestFailures:
             raise RuntimeError("out of luck\nsecond line")
             yield
 
-        results = compare(pipe, spec(Custom("fails", around), Method("tea_cache"), HOLDS))
+        results = compare(pipe, spec(Custom("fails", around), MethodCandidate("tea_cache"), HOLDS))
         assert results.row("fails").error == "RuntimeError: out of luck"
         assert results.row("tea_cache").error is None
         assert results.row("holds").error is None
@@ -224,14 +234,14 @@ class TestFailures:
         assert Results.from_dict(json.loads(json.dumps(results.as_dict()))) == results
 
     def test_a_profile_that_is_missing_fails_by_name(self, pipe: Any) -> None:
-        results = compare(pipe, spec(Method("mag_cache", (("profile", "no-such-profile"),)), HOLDS))
+        results = compare(pipe, spec(MethodCandidate("mag_cache", (("profile", "no-such-profile"),)), HOLDS))
         error = results.rows[0].error
         assert error is not None
         assert error.startswith("ProfileError: ")
         assert "no-such-profile" in error
         assert results.row("holds").error is None
 
-    def test_pictures_that_are_not_finite_fail(self, pipe: Any) -> None:
+    def test_images_that_are_not_finite_fail(self, pipe: Any) -> None:
         @contextmanager
         def around(pipe: Any) -> Iterator[None]:
             with torch.no_grad():
@@ -242,42 +252,42 @@ class TestFailures:
                 bias.copy_(kept)
 
         results = compare(pipe, spec(Custom("nan", around)))
-        assert results.row("nan").error == "HoldoverError: the pictures have pixels that are not finite"
+        assert results.row("nan").error == "HoldoverError: the images have pixels that are not finite"
 
 
 class TestFolder:
-    def test_a_second_run_draws_nothing(self, pipe: Any, tmp_path: Path) -> None:
+    def test_a_second_run_generates_nothing(self, pipe: Any, tmp_path: Path) -> None:
         first = compare(pipe, spec(HOLDS), tmp_path)
-        seen = Seen()
+        seen = Recorder()
         second = compare(pipe, spec(HOLDS), tmp_path, seen)
-        assert seen.started_ == []
-        assert seen.finished_ == ["uncached", *(row.label for row in first.rows)]
+        assert seen.started == []
+        assert seen.finished == ["uncached", *(row.label for row in first.rows)]
         assert (second.rows, second.reference) == (first.rows, first.reference)
 
-    def test_an_interrupted_run_goes_on_where_it_was(self, pipe: Any, tmp_path: Path) -> None:
-        class Interrupted(Watcher):
-            def started(self, label: str, steps: int) -> None:
+    def test_an_interrupted_run_resumes(self, pipe: Any, tmp_path: Path) -> None:
+        class Interrupted(ProgressCallback):
+            def on_start(self, label: str, steps: int) -> None:
                 if label == "none":
                     raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             compare(pipe, spec(HOLDS, NONE), tmp_path, Interrupted())
         assert [row.label for row in Results.load(tmp_path / "results.json").rows] == ["holds"]
-        seen = Seen()
+        seen = Recorder()
         compare(pipe, spec(HOLDS, NONE), tmp_path, seen)
-        assert "holds" not in seen.started_
-        assert seen.started_[0] == "none"
+        assert "holds" not in seen.started
+        assert seen.started[0] == "none"
 
-    def test_candidates_may_be_added_and_taken_away(self, pipe: Any, tmp_path: Path) -> None:
+    def test_candidates_may_be_added_and_removed(self, pipe: Any, tmp_path: Path) -> None:
         compare(pipe, spec(HOLDS), tmp_path)
-        seen = Seen()
+        seen = Recorder()
         results = compare(pipe, spec(NONE, HOLDS), tmp_path, seen)
-        assert seen.started_ == ["none"]
+        assert seen.started == ["none"]
         assert [row.label for row in results.rows[:2]] == ["none", "holds"]
         compare(pipe, spec(NONE), tmp_path)
         assert [row.label for row in Results.load(tmp_path / "results.json").rows] == ["none"]
 
-    def test_what_failed_is_tried_again(self, pipe: Any, tmp_path: Path) -> None:
+    def test_a_failure_is_tried_again(self, pipe: Any, tmp_path: Path) -> None:
         @contextmanager
         def fails(pipe: Any) -> Iterator[None]:
             raise RuntimeError("not now")
@@ -293,7 +303,7 @@ class TestFolder:
     def test_another_comparison_is_refused_by_name(self, pipe: Any, tmp_path: Path) -> None:
         compare(pipe, spec(), tmp_path)
         before = (tmp_path / "results.json").read_bytes()
-        with pytest.raises(ConfigError, match="another settings: steps 8 there and 6 here"):
+        with pytest.raises(ConfigError, match="different settings: steps 8 there and 6 here"):
             compare(pipe, spec(steps=6), tmp_path)
         assert (tmp_path / "results.json").read_bytes() == before
 
@@ -302,17 +312,17 @@ class TestFolder:
         with pytest.raises(ConfigError, match="pipeline 'FluxPipeline' there and 'ShortWanPipeline' here"):
             compare(prompted_wan(), spec(prompts=("dog",), seeds=(0,)), tmp_path)
 
-    def test_pictures_and_differences_are_written(self, pipe: Any, tmp_path: Path) -> None:
+    def test_images_and_differences_are_written(self, pipe: Any, tmp_path: Path) -> None:
         results = compare(pipe, spec(HOLDS), tmp_path)
         for row in results.rows:
-            assert len(set(row.pictures)) == len(set(row.differences)) == 4
-            for picture, difference in zip(row.pictures, row.differences, strict=True):
-                assert Image.open(tmp_path / picture).mode == "RGB"
+            assert len(set(row.images)) == len(set(row.differences)) == 4
+            for image, difference in zip(row.images, row.differences, strict=True):
+                assert Image.open(tmp_path / image).mode == "RGB"
                 assert Image.open(tmp_path / difference).mode == "RGBA"
-                assert Image.open(tmp_path / picture).size == Image.open(tmp_path / difference).size
-        assert len(results.reference.pictures) == 4
+                assert Image.open(tmp_path / image).size == Image.open(tmp_path / difference).size
+        assert len(results.reference.images) == 4
 
-    def test_a_difference_is_opaque_where_the_pictures_differ(self, tmp_path: Path) -> None:
+    def test_a_difference_is_opaque_where_the_images_differ(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path)
         folder.prepare()
         a, b = torch.full((1, 3, 8, 8), 0.5), torch.full((1, 3, 8, 8), 0.5)
@@ -328,9 +338,17 @@ class TestFolder:
             compare(pipe, spec(), tmp_path / "file" / "folder")
 
     def test_a_damaged_file_is_refused(self, pipe: Any, tmp_path: Path) -> None:
-        (tmp_path / "results.json").write_text('{"format": 1}')
-        with pytest.raises(HoldoverError, match="holds no results of a comparison"):
+        (tmp_path / "results.json").write_text('{"format": 2}')
+        with pytest.raises(HoldoverError, match="is no results file of a comparison"):
             compare(pipe, spec(), tmp_path)
+
+    def test_a_value_of_the_wrong_type_is_refused_by_its_key(self, pipe: Any, tmp_path: Path) -> None:
+        compare(pipe, spec(NONE), tmp_path)
+        results = json.loads((tmp_path / "results.json").read_text())
+        results["rows"][0]["seconds"][1] = "soon"
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        with pytest.raises(HoldoverError, match=r"rows\.0\.seconds\.1: Input should be a valid number"):
+            Results.load(tmp_path / "results.json")
 
 
 class TestOtherOutputs:
@@ -340,10 +358,10 @@ class TestOtherOutputs:
         row = results.row("5 steps")
         assert [len(values) for values in row.values.values()] == [2] * len(row.values)
         assert results.row("none").values["psnr"] == (math.inf,) * 2
-        assert Image.open(tmp_path / row.pictures[0]).size == (64, 64)
+        assert Image.open(tmp_path / row.images[0]).size == (64, 64)
 
     def test_latents(self, pipe: Any, tmp_path: Path) -> None:
         results = compare(pipe, spec(FewerSteps(4), output="latent"), tmp_path)
         row = results.row("4 steps")
         assert 0 < row.summary("psnr").worst < 100
-        assert row.pictures == ()
+        assert row.images == ()

@@ -1,4 +1,4 @@
-"""Plans beside every peer and both baselines, on a tiny real pipeline with a profile measured on it."""
+"""Plans, every other method and both baselines, on a tiny real pipeline with a profile measured on it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig
 
 import holdover
-from holdover.compare import Comparison, Results, compare
-from holdover.compare.diffusers_caches import diffusers_cache
-from holdover.compare.frontier import budgets, frontier
+from holdover.compare import Comparison, Results, build_frontier_comparison, compare, diffusers_cache
+from holdover.compare.baselines import frontier_budgets
 from holdover.errors import ConfigError
 from holdover.profiles import Profile, measured
 from tiny.prompted import prompted_flux, prompted_wan
@@ -42,23 +41,23 @@ def profile(pipe: Any) -> Profile:
 def results(pipe: Any, profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> Results:
     path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
     profile.save(path)
-    return compare(pipe, frontier(profile, path, ["yellow car"]))
+    return compare(pipe, build_frontier_comparison(profile, path, ["yellow car"]))
 
 
-def picture(pipe: Any) -> torch.Tensor:
+def generate(pipe: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7)
     found: torch.Tensor = pipe("a house", num_inference_steps=STEPS, generator=generator, output_type="pt").images
     return found
 
 
-def test_every_peer_stands_beside_plans(results: Results) -> None:
+def test_every_method_is_compared_with_plans(results: Results) -> None:
     assert [row.label for row in results.rows if row.error is not None] == []
     assert {row.candidate.get("name") for row in results.rows} >= {"plan", "tea_cache", "mag_cache", "cache_dit"}
     assert {row.candidate.get("series") for row in results.rows} >= PEERS
 
 
 def test_plans_and_both_baselines_have_the_same_budgets(results: Results) -> None:
-    wanted = budgets(STEPS)
+    wanted = frontier_budgets(STEPS)
     assert wanted == [2, 3, 4]
     for kind in ("fewer_steps", "second_order"):
         assert [row.computed_steps for row in results.rows if row.kind == kind] == wanted
@@ -81,16 +80,16 @@ def test_diffusers_caches_hold_and_are_counted(results: Results) -> None:
 
 
 def test_a_diffusers_cache_leaves_the_pipeline_as_it_was(pipe: Any) -> None:
-    before = picture(pipe)
+    before = generate(pipe)
     held = diffusers_cache("first block", lambda: FirstBlockCacheConfig(threshold=2.0))
-    with held.around(pipe):
-        assert not torch.equal(picture(pipe), before)
-    assert torch.equal(picture(pipe), before)
+    with held.context(pipe):
+        assert not torch.equal(generate(pipe), before)
+    assert torch.equal(generate(pipe), before)
 
 
 def test_a_diffusers_cache_that_fails_half_way_leaves_no_hooks(pipe: Any) -> None:
     """Its config is refused when the last block is reached, after the others have their hooks."""
-    before, blocks = picture(pipe), pipe.transformer.single_transformer_blocks
+    before, blocks = generate(pipe), pipe.transformer.single_transformer_blocks
 
     class Unknown(type(blocks[-1])):  # type: ignore[misc]
         """A block that diffusers has no description of."""
@@ -103,7 +102,7 @@ def test_a_diffusers_cache_that_fails_half_way_leaves_no_hooks(pipe: Any) -> Non
         assert "Unknown" in row.error
     finally:
         blocks[-1].__class__ = known
-    assert torch.equal(picture(pipe), before)
+    assert torch.equal(generate(pipe), before)
 
 
 def _first_block() -> FirstBlockCacheConfig:
@@ -126,8 +125,8 @@ def test_a_model_that_diffusers_has_no_caches_for_is_refused(pipe: Any) -> None:
     own = pipe.transformer
     pipe.register_modules(transformer=torch.nn.Identity())
     try:
-        around = diffusers_cache("peer", _first_block).around(pipe)
-        with pytest.raises(ConfigError, match="no caches for Identity"), around:
+        context = diffusers_cache("peer", _first_block).context(pipe)
+        with pytest.raises(ConfigError, match="no caches for Identity"), context:
             pass
     finally:
         pipe.register_modules(transformer=own)
@@ -138,6 +137,6 @@ def test_settings_follow_the_number_of_steps(pipe: Any, profile: Profile, tmp_pa
     few = holdover.calibrate(pipe, ["red apple"], 4, progress=False)
     shipped = next(each for each in measured() if each.name == "emoji")
     for of_steps, least in ((few, 0.25), (profile, 0.125), (shipped, 0.02)):
-        labels = [candidate.label for candidate in frontier(of_steps, tmp_path, ["ghost"]).candidates]
+        labels = [candidate.label for candidate in build_frontier_comparison(of_steps, tmp_path, ["ghost"]).candidates]
         assert f"tea_cache {least:g}" in labels
         assert len(set(labels)) == len(labels)

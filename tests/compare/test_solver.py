@@ -1,4 +1,4 @@
-"""The second-order baseline: second order indeed, on the grid of the pipeline's own scheduler."""
+"""The second-order baseline: its error is of second order, on the timesteps of the pipeline's own scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from holdover.compare import SecondOrderScheduler
-from holdover.compare.solver import second_order
+from holdover.compare.baselines import to_second_order
 from holdover.errors import ConfigError
 from tiny.prompted import prompted_flux
 
 
 def solve(scheduler: Any, steps: int) -> torch.Tensor:
-    """The end of a curved path: noise and picture are drawn from Gaussians, so the velocity is known in closed form."""
+    """The end of a curved path: noise and image are sampled from Gaussians, so the velocity is known in closed form."""
     spread = torch.linspace(0.2, 2, 16, dtype=torch.float64)
     sample = torch.linspace(-2, 2, 16, dtype=torch.float64)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist())
@@ -48,30 +48,30 @@ def test_the_error_falls_with_the_square_of_the_steps() -> None:
         ({"use_karras_sigmas": True}, {"num_inference_steps": 9}),
     ],
 )
-def test_the_grid_is_that_of_the_scheduler_it_stands_for(config: dict[str, Any], call: dict[str, Any]) -> None:
+def test_the_timesteps_are_those_of_the_scheduler_it_replaces(config: dict[str, Any], call: dict[str, Any]) -> None:
     own = FlowMatchEulerDiscreteScheduler(**config)
-    stand_in = second_order(own)
+    replacement = to_second_order(own)
     own.set_timesteps(**call)
-    stand_in.set_timesteps(**call)
-    assert torch.equal(stand_in.sigmas, own.sigmas)
-    assert torch.equal(stand_in.timesteps, own.timesteps)
+    replacement.set_timesteps(**call)
+    assert torch.equal(replacement.sigmas, own.sigmas)
+    assert torch.equal(replacement.timesteps, own.timesteps)
 
 
 def test_at_the_full_count_it_lands_where_the_fine_grid_lands() -> None:
     """Euler in 8 steps is away from Euler in 200; the second order in 8 steps is nearer."""
     pipe = prompted_flux()
 
-    def draw(steps: int) -> torch.Tensor:
+    def generate(steps: int) -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
         return pipe("apple", num_inference_steps=steps, generator=noise, output_type="latent").images.double()
 
-    fine, coarse = draw(200), draw(8)
-    pipe.scheduler = second_order(pipe.scheduler)
-    assert (draw(8) - fine).norm() < (coarse - fine).norm() / 2
-    assert (draw(200) - fine).norm() < (coarse - fine).norm() / 10
+    fine, coarse = generate(200), generate(8)
+    pipe.scheduler = to_second_order(pipe.scheduler)
+    assert (generate(8) - fine).norm() < (coarse - fine).norm() / 2
+    assert (generate(200) - fine).norm() < (coarse - fine).norm() / 10
 
 
-def test_a_result_object_where_it_is_asked_for() -> None:
+def test_a_result_object_is_returned_by_default() -> None:
     scheduler = SecondOrderScheduler()
     scheduler.set_timesteps(2)
     sample = torch.ones(1, 4)
@@ -88,6 +88,6 @@ def test_a_result_object_where_it_is_asked_for() -> None:
     ],
     ids=["other", "inverted", "stochastic"],
 )
-def test_what_it_cannot_stand_for_is_refused(scheduler: Any) -> None:
+def test_what_it_cannot_replace_is_refused(scheduler: Any) -> None:
     with pytest.raises(ConfigError, match=type(scheduler).__name__):
-        second_order(scheduler)
+        to_second_order(scheduler)

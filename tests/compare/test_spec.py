@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from holdover.compare import Comparison, Custom, FewerSteps, Method, from_mapping, parse_method
+from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
 from holdover.errors import ConfigError
 
 
-def test_pictures_are_every_prompt_with_every_seed() -> None:
+def test_images_are_every_prompt_with_every_seed() -> None:
     spec = Comparison(("a", "b"), seeds=(1, 2))
     assert spec.images == (("a", 1), ("a", 2), ("b", 1), ("b", 2))
 
 
 def test_it_is_frozen_and_hashable() -> None:
-    spec = Comparison(["a"], [Method("tea_cache", {"rel_l1_thresh": 0.1}.items())], arguments={"height": 64}.items())
+    spec = Comparison(
+        ["a"], [MethodCandidate("tea_cache", {"rel_l1_thresh": 0.1}.items())], arguments={"height": 64}.items()
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.steps = 3  # type: ignore[misc]
     assert hash(spec) == hash(dataclasses.replace(spec))
@@ -25,7 +27,7 @@ def test_it_is_frozen_and_hashable() -> None:
 
 def test_settings_do_not_depend_on_order_or_candidates() -> None:
     one = Comparison(("a",), arguments=(("width", 64), ("height", 32)))
-    two = Comparison(("a",), (Method("none"),), arguments=(("height", 32), ("width", 64)))
+    two = Comparison(("a",), (MethodCandidate("none"),), arguments=(("height", 32), ("width", 64)))
     assert one.settings() == two.settings()
     assert one.settings()["arguments"] == {"height": 32, "width": 64}
 
@@ -49,8 +51,8 @@ def test_labels() -> None:
     assert parse_method("mag_cache:mag_threshold=0.06,mag_max_skip_steps=3").label == "mag_cache 0.06 / 3"
     assert parse_method("mag_cache:mag_ratios=[1,1]").label == "mag_cache mag_ratios of 2"
     assert parse_method("mag_cache:calibrate=true").label == "mag_cache calibrate"
-    assert Method("none").label == "none"
-    assert Method("none", (), "mine").label == "mine"
+    assert MethodCandidate("none").label == "none"
+    assert MethodCandidate("none", (), "mine").label == "mine"
     assert FewerSteps(9).label == "9 steps"
     assert FewerSteps(9, second_order=True).label == "9 steps, second order"
 
@@ -82,17 +84,18 @@ def test_a_mapping() -> None:
         ({"prompt": ["a"]}, "A comparison has no 'prompt'. Did you mean 'prompts'?"),
         ({"prompts": ["a"], "xyzzy": 1}, "has no 'xyzzy'. Known: prompts, seeds"),
         ({}, "needs prompts"),
-        ({"prompts": "a"}, "prompts must be a list"),
+        ({"prompts": "a"}, "prompts must be a list, not 'a'."),
         ({"prompts": []}, "at least one prompt"),
         ({"prompts": ["a", " "]}, "none may be empty"),
-        ({"prompts": ["a"], "seeds": []}, "at least one seed"),
-        ({"prompts": ["a"], "seeds": ["x"]}, "seeds must be a whole number from 0 up, not 'x'"),
-        ({"prompts": ["a"], "steps": 0}, "steps must be a whole number from 1 up, not 0"),
-        ({"prompts": ["a"], "batch_size": True}, "batch_size must be a whole number"),
-        ({"prompts": ["a"], "guidance": "high"}, "guidance must be a number"),
-        ({"prompts": ["a"], "clock": "sun"}, "clock must be one of wall, cpu, not 'sun'"),
-        ({"prompts": ["a"], "baselines": "no"}, "baselines must be true or false, not 'no'"),
-        ({"prompts": ["a"], "output": "pil"}, "output must be one of pt, latent"),
+        ({"prompts": ["a"], "seeds": []}, "seeds must have at least 1 item"),
+        ({"prompts": ["a"], "seeds": [-1]}, "seeds must be greater than or equal to 0, not -1."),
+        ({"prompts": ["a"], "seeds": ["x"]}, "seeds must be a valid integer, not 'x'"),
+        ({"prompts": ["a"], "steps": 0}, "steps must be greater than or equal to 1, not 0."),
+        ({"prompts": ["a"], "batch_size": True}, "batch_size must be a valid integer, not True."),
+        ({"prompts": ["a"], "guidance": "high"}, "guidance must be a valid number, not 'high'."),
+        ({"prompts": ["a"], "clock": "sun"}, "clock must be 'wall' or 'cpu', not 'sun'."),
+        ({"prompts": ["a"], "baselines": "no"}, "baselines must be a valid boolean, not 'no'."),
+        ({"prompts": ["a"], "output": "pil"}, "output must be 'pt' or 'latent', not 'pil'."),
         ({"prompts": ["a"], "arguments": {"latents": 1}}, "'latents' is set by the comparison itself"),
         ({"prompts": ["a"], "arguments": 3}, "arguments must be a mapping"),
         ({"prompts": ["a"], "methods": ["teacache"]}, "Did you mean 'tea_cache'?"),
@@ -102,7 +105,7 @@ def test_a_mapping() -> None:
         ({"prompts": ["a"], "fewer_steps": [0]}, "fewer_steps must be a whole number"),
     ],
 )
-def test_what_is_wrong_is_said(values: dict[str, Any], message: str) -> None:
+def test_an_error_names_the_key_and_the_allowed_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(values)
     assert message in str(caught.value)
@@ -117,7 +120,7 @@ def test_settings_that_are_not_settings(text: str) -> None:
 
 
 def test_candidates_of_no_kind() -> None:
-    with pytest.raises(ConfigError, match="A candidate is a Method"):
+    with pytest.raises(ConfigError, match="A candidate is a MethodCandidate"):
         Comparison(("a",), ("tea_cache",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="label"):
         Custom(" ", lambda pipe: pipe)

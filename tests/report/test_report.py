@@ -1,4 +1,4 @@
-"""The report: one file that fetches nothing, says what the results say, and works by keyboard."""
+"""The report: one file that fetches nothing, shows what the results contain, and works by keyboard."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from holdover.compare import Comparison, Custom, FewerSteps, Method, Results, Row, compare
-from holdover.report import words, write_report
-from holdover.report.colours import colours
-from holdover.report.embed import data_uri
-from holdover.report.plot import Point, frontier
+from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, Row, compare
+from holdover.report import view, write_report
+from holdover.report.plots import Point, assign_colors, find_frontier
+from holdover.selector import config_class
 from tiny.prompted import prompted_flux
 
 SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
@@ -35,7 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    candidates = (Method("mag_cache", tuple(SETTINGS.items()), "mag <b>"), Method("none"), Custom("peer", broken))
+    candidates = (
+        MethodCandidate("mag_cache", tuple(SETTINGS.items()), "mag <b>"),
+        MethodCandidate("none"),
+        Custom("peer", broken),
+    )
     return compare(prompted_flux(), Comparison(("red <i>apple</i>", "dog"), candidates, steps=8), folder)
 
 
@@ -68,11 +71,11 @@ def test_nothing_is_fetched(html: str) -> None:
     assert not re.search(r"url\((?!#)", html)
 
 
-def test_every_picture_is_there_with_its_words_and_its_difference(html: str, results: Results) -> None:
+def test_every_image_is_there_with_its_description_and_its_difference(html: str, results: Results) -> None:
     images = Elements(html).all("img")
     measured = [row for row in results.rows if row.error is None]
     assert len(images) == 2 + 2 * 2 * len(measured)
-    named = [image["alt"] for image in images if image["class"] == "picture"]
+    named = [image["alt"] for image in images if image["class"] == "image"]
     assert named[0] == "red <i>apple</i>, uncached"
     assert all(named)
 
@@ -101,13 +104,13 @@ def test_a_strip_shows_each_step_of_each_branch(html: str, results: Results) -> 
     assert letters.count("h") > 0
 
 
-def test_the_plots_take_their_colours_from_the_page(html: str) -> None:
+def test_the_plots_take_their_colors_from_the_page(html: str) -> None:
     plots = re.findall(r"<svg.*?</svg>", html[html.index('id="frontier"') : html.index('id="steps"')], re.DOTALL)
     assert len(plots) == 2
     for svg in plots:
         assert "currentColor" in svg
         assert "var(--violet)" in svg
-        assert not re.search(r"#0[14a]0[25b]", svg), "a stand-in colour is left"
+        assert not re.search(r"#0[14a]0[25b]", svg), "a placeholder color is left"
         assert "<svg" in svg
         assert not re.search(r"<svg[^>]* width=", svg)
     ids = [re.findall(r' id="(p[0-9a-f]{6,})"', svg) for svg in plots]
@@ -123,9 +126,9 @@ def test_results_from_a_file_give_the_same_report(html: str, folder: Path) -> No
     assert write_report(loaded, folder, "loaded.html").read_text("utf-8") == html
 
 
-def test_a_report_without_pictures_or_rows(results: Results, tmp_path: Path) -> None:
-    rows = (replace(results.row("mag <b>"), pictures=(), differences=()),)
-    bare = replace(results, rows=rows, reference=replace(results.reference, pictures=()))
+def test_a_report_without_images_or_rows(results: Results, tmp_path: Path) -> None:
+    rows = (replace(results.row("mag <b>"), images=(), differences=()),)
+    bare = replace(results, rows=rows, reference=replace(results.reference, images=()))
     assert "<img" not in write_report(bare, tmp_path).read_text("utf-8")
     assert "No method has been measured." in write_report(replace(bare, rows=()), tmp_path).read_text("utf-8")
 
@@ -162,14 +165,14 @@ class TestBrowser:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def test_the_switch_and_a_pressed_picture_show_differences(self, document: str) -> None:
-        (section,) = [a for a in Elements(document).all("section") if a["id"] == "pictures"]
+    def test_the_switch_and_a_pressed_image_show_differences(self, document: str) -> None:
+        (section,) = [a for a in Elements(document).all("section") if a["id"] == "images"]
         assert section["class"] == "differences"
         pressed = [a["aria-pressed"] for a in Elements(document).all("button") if a.get("class") == "tile"]
         assert pressed[0] == "true"
         assert set(pressed[1:]) == {"false"}
 
-    def test_a_head_sorts_by_its_figures_with_failures_last(self, document: str, results: Results) -> None:
+    def test_a_header_sorts_by_value_with_failures_last(self, document: str, results: Results) -> None:
         (body,) = Elements(document).all("body")
         column = (body["data-sorted"] or "").split("|")
         finite = [float(text) for text in column if re.fullmatch(r"[\d.]+", text)]
@@ -186,38 +189,46 @@ class TestBrowser:
 
 
 class TestParts:
-    def test_words(self) -> None:
-        assert [words.seconds(value) for value in (0.0123, 0.41, 5.678, 12.34, 123.4)] == [
+    def test_formats(self) -> None:
+        assert [view.format_seconds(value) for value in (0.0123, 0.41, 5.678, 12.34, 123.4)] == [
             "12.3 ms",
             "0.41 s",
             "5.68 s",
             "12.3 s",
             "123 s",
         ]
-        assert [words.size(count) for count in (0, 12, 3_400_000)] == ["", "12 B", "3.4 MB"]
-        assert [words.steps(value) for value in (9.0, 11.5)] == ["9", "11.5"]
-        assert [words.decibels(value) for value in (28.04, math.inf)] == ["28.0 dB", "equal"]
+        assert [view.format_bytes(count) for count in (0, 12, 3_400_000)] == ["", "12 B", "3.4 MB"]
+        assert [view.format_steps(value) for value in (9.0, 11.5)] == ["9", "11.5"]
+        assert [view.format_decibels(value) for value in (28.04, math.inf)] == ["28.0 dB", "equal"]
 
     def test_the_frontier_is_what_nothing_beats(self) -> None:
         def point(speed: float, mean: float) -> Point:
             return Point("", "", "method", speed, mean, mean)
 
         slow, fast, beaten, tied = point(1.5, 45), point(3, 25), point(2, 20), point(3, 24)
-        assert frontier([fast, beaten, slow, tied]) == [slow, fast]
-        assert frontier([]) == []
+        assert find_frontier([fast, beaten, slow, tied]) == [slow, fast]
+        assert find_frontier([]) == []
 
-    def test_every_series_has_a_colour_of_its_own(self) -> None:
+    def test_every_series_has_its_own_color(self) -> None:
         names = ["tea_cache", "mag_cache", "cache_dit", "plan"]
         rows = [Row({"kind": "method", "name": name, "label": name}) for name in names]
         rows += [Row({"kind": "custom", "label": label}) for label in ("a", "b", "c")]
         rows += [Row(FewerSteps(3).as_dict()), Row(FewerSteps(3, second_order=True).as_dict())]
-        found = colours(Results({}, {}, "", Row({}), tuple(rows)))
+        found = assign_colors(Results({}, {}, "", Row({}), tuple(rows)))
         assert len(found) == len(set(found.values())) == len(rows)
 
-    def test_large_pictures_are_reduced_and_small_ones_are_not(self, tmp_path: Path) -> None:
+    def test_the_first_series_of_a_method_has_the_color_of_the_method(self) -> None:
+        entries = [("plan", "hold, uniform"), ("plan", "plan"), ("cache_dit", "cache_dit DBCache"), ("gone", "gone")]
+        rows = tuple(Row({"kind": "method", "name": name, "series": s, "label": s}) for name, s in entries)
+        found = assign_colors(Results({}, {}, "", Row({}), rows))
+        assert found["plan"] == config_class("plan").color
+        assert found["cache_dit DBCache"] == config_class("cache_dit").color
+        assert len(set(found.values())) == len(rows)
+
+    def test_large_images_are_reduced_and_small_ones_are_not(self, tmp_path: Path) -> None:
         Image.effect_noise((64, 64), 50).save(tmp_path / "small.png")
         Image.effect_noise((1024, 1024), 50).save(tmp_path / "large.png")
-        assert data_uri(tmp_path / "small.png").startswith("data:image/png")
-        large = data_uri(tmp_path / "large.png")
+        assert view.embed_image(tmp_path / "small.png").startswith("data:image/png")
+        large = view.embed_image(tmp_path / "large.png")
         assert large.startswith("data:image/webp")
         assert len(large) < (tmp_path / "large.png").stat().st_size

@@ -13,6 +13,7 @@ from PIL import Image
 
 import holdover
 from holdover.selector import methods
+from images import assert_same_image
 
 from .servers import Server
 
@@ -78,7 +79,7 @@ def test_the_request_of_the_proposal_works_as_written(server: Server) -> None:
 def test_a_plain_picture_is_the_one_the_pipeline_draws(client: openai.OpenAI, pipe: Any) -> None:
     answer = client.images.generate(prompt=PROMPT, extra_body={"seed": 1, "cache": {"method": "none"}, **FEW})
     assert answer.data is not None
-    assert opened(answer.data[0].b64_json).tobytes() == drawn_here(pipe).tobytes()
+    assert_same_image(opened(answer.data[0].b64_json), drawn_here(pipe))
     how = answer.data[0].holdover  # type: ignore[attr-defined]
     assert how["computed"] == {"cond": 3}
     assert how["held"] == {"cond": 0}
@@ -96,7 +97,7 @@ def test_a_cached_picture_is_the_one_holdover_draws(client: openai.OpenAI, pipe:
     assert last is not None
     assert last.held_total > 0
     assert answer.data[0].holdover["trace"] == {"cond": last.trace("cond")}  # type: ignore[attr-defined]
-    assert opened(answer.data[0].b64_json).tobytes() == here.tobytes()
+    assert_same_image(opened(answer.data[0].b64_json), here)
 
 
 def test_another_method_for_one_request_leaves_no_trace_in_the_next(server: Server) -> None:

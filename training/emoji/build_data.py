@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from sources import GOOGLE, NAMES, PACKAGES, PICTURE_SETS, Package, PictureSet
 
-from holdover.zoo.emoji.text import STYLES
+from holdover.zoo.emoji import STYLES
 
 SIZE = 64
 REGISTRY = "https://registry.npmjs.org"

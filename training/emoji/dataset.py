@@ -13,8 +13,8 @@ import torch
 from model import PATCH
 from transformers import PreTrainedTokenizerFast
 
-from holdover.zoo.emoji.patches import pack
-from holdover.zoo.emoji.text import MAX_TOKENS, STYLES
+from holdover.zoo.emoji import MAX_TOKENS, STYLES
+from holdover.zoo.emoji.pipeline import pack
 
 PLAIN_VARIANTS, VARIANTS = 5, 8
 

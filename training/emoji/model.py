@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from holdover.zoo.emoji.patches import position_ids
-from holdover.zoo.emoji.pipeline import EmojiPipeline
-from holdover.zoo.emoji.text import MAX_TOKENS
+from holdover.zoo.emoji import MAX_TOKENS
+from holdover.zoo.emoji.pipeline import EmojiPipeline, position_ids
 
 PATCH, SIZE = 4, 64
 SHARD_BYTES = 12_000_000

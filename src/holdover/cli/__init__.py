@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .app import app
+from . import generation, planning, serving  # noqa: F401  their commands register themselves with the application
+from .application import app
 
 
 def main() -> None:

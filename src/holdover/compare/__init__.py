@@ -1,19 +1,17 @@
-"""Methods and settings beside the uncached pictures of the same seeds, and beside running fewer steps.
+"""Compare methods and settings with uncached images of the same seeds, and with running fewer steps.
 
-from holdover.compare import Comparison, Method, compare
+from holdover.compare import Comparison, MethodCandidate, compare
 
-results = compare(pipe, Comparison(prompts=("red apple",), candidates=(Method("tea_cache"),)))
+results = compare(pipe, Comparison(prompts=("red apple",), candidates=(MethodCandidate("tea_cache"),)))
 print(results)
 """
 
 from __future__ import annotations
 
-from .candidates import Candidate, Custom, FewerSteps, Method, parse_method
-from .folder import Folder
-from .results import Results, Row
-from .run import Watcher, compare
-from .solver import SecondOrderScheduler
-from .spec import Comparison, from_mapping
+from .baselines import SecondOrderScheduler, build_frontier_comparison, diffusers_cache
+from .results import Folder, Results, Row
+from .runner import ProgressCallback, compare
+from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
 
 __all__ = [
     "Candidate",
@@ -21,12 +19,14 @@ __all__ = [
     "Custom",
     "FewerSteps",
     "Folder",
-    "Method",
+    "MethodCandidate",
+    "ProgressCallback",
     "Results",
     "Row",
     "SecondOrderScheduler",
-    "Watcher",
+    "build_frontier_comparison",
     "compare",
+    "diffusers_cache",
     "from_mapping",
     "parse_method",
 ]

@@ -1,26 +1,40 @@
-"""What a comparison found: rows of figures, JSON and back."""
+"""What a comparison found: rows of values, as JSON and in a folder with the images."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from ..errors import HoldoverError
-from ..metrics.summary import METRICS, Summary, finite_or_none, none_to_infinite
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from safetensors.torch import load_file, save_file
 
-FORMAT = 1
+from ..errors import ConfigError, HoldoverError
+from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
+
+FORMAT = 2
+DIFFERENCE_GAIN = 4.0
+"""A difference image is opaque where two images differ by a quarter of the range."""
+_DIFFERENCE_COLOR = (214, 40, 120)
+
+MetricValue = Annotated[float, BeforeValidator(none_to_infinite)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate over all pictures, or why there are none.
+    """The measurements of one candidate over all images, or the error it failed with.
 
-    `seconds` and `values` have one entry a picture; `strips` has one character a forward (`C` computed, `h` held) of
-    the first batch, by branch; `computed` and `held` count the forwards of one generation, the mean over the batches.
+    `seconds` and `values` have one entry per image; `strips` has one letter per forward (`C` computed, `h` held) of the
+    first batch, by branch; `computed` and `held` count the forwards of one generation, as the mean over the batches.
+    `images` and `differences` are paths within the folder of the comparison.
     """
 
     candidate: dict[str, Any]
@@ -30,15 +44,15 @@ class Row:
     held: dict[str, float] = field(default_factory=dict)
     strips: dict[str, str] = field(default_factory=dict)
     bytes_held: int = 0
-    values: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    pictures: tuple[str, ...] = ()
+    values: dict[str, tuple[MetricValue, ...]] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     error: str | None = None
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """The name of the candidate in tables."""
         return str(self.candidate["label"])
 
     @property
@@ -48,19 +62,19 @@ class Row:
 
     @property
     def mean_seconds(self) -> float:
-        """Seconds for one picture."""
+        """Mean seconds per image."""
         return statistics.fmean(self.seconds)
 
     @property
     def computed_steps(self) -> float | None:
-        """Computed steps of one generation, the mean over the branches; None where nobody knows."""
+        """Computed steps of one generation, the mean over the branches; None where they are unknown."""
         if self.kind in ("reference", "fewer_steps", "second_order"):
             return self.steps
         computed, held = sum(self.computed.values()), sum(self.held.values())
         return self.steps * computed / (computed + held) if computed + held else None
 
     def summary(self, metric: str) -> Summary:
-        """Mean, 10th percentile and worst of one metric."""
+        """Mean, 10th percentile and worst value of one metric."""
         return Summary.of(self.values[metric], METRICS[metric].higher_is_better)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,19 +84,10 @@ class Row:
         steps = {"computed_steps": self.computed_steps, "seconds_mean": self.mean_seconds if self.seconds else None}
         return asdict(self) | {"values": values, "summaries": summaries} | steps
 
-    @classmethod
-    def from_dict(cls, entry: dict[str, Any]) -> Self:
-        """Back from JSON."""
-        same = ("candidate", "steps", "computed", "held", "strips", "bytes_held", "error")
-        fields: dict[str, Any] = {name: entry[name] for name in same}
-        fields |= {name: tuple(entry[name]) for name in ("seconds", "pictures", "differences", "notes")}
-        values = {name: tuple(map(none_to_infinite, found)) for name, found in entry["values"].items()}
-        return cls(**fields, values=values)
-
 
 @dataclass(frozen=True)
 class Results:
-    """A comparison's settings, what it ran on, the uncached row and a row for each candidate."""
+    """The settings and the environment of a comparison, the uncached row and a row for each candidate."""
 
     settings: dict[str, Any]
     environment: dict[str, Any]
@@ -96,11 +101,12 @@ class Results:
         return next(row for row in self.rows if row.label == label)
 
     def speedup(self, row: Row) -> float:
-        """How many times faster than uncached."""
+        """How many times faster than uncached a row is."""
         return self.reference.mean_seconds / row.mean_seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        rows = [row.as_dict() | {"speedup": self.speedup(row) if row.seconds else None} for row in self.rows]
         return {
             "format": FORMAT,
             "date": self.date,
@@ -108,15 +114,13 @@ class Results:
             "settings": self.settings,
             "unavailable": self.unavailable,
             "reference": self.reference.as_dict(),
-            "rows": [row.as_dict() | {"speedup": self._speedup(row)} for row in self.rows],
+            "rows": rows,
         }
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Self:
-        """Back from JSON."""
-        rows = tuple(Row.from_dict(row) for row in entry["rows"])
-        same = {name: entry[name] for name in ("settings", "environment", "date", "unavailable")}
-        return cls(**same, reference=Row.from_dict(entry["reference"]), rows=rows)
+        """Back from JSON; values of the wrong type raise a ValidationError, derived values are ignored."""
+        return TypeAdapter(cls).validate_python(entry)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -124,19 +128,20 @@ class Results:
         try:
             entry = json.loads(path.read_text("utf-8"))
             if entry["format"] != FORMAT:
-                raise HoldoverError(f"{path} has format {entry['format']}; this version reads {FORMAT}.")
+                raise HoldoverError(f"{path} has format {entry['format']}; this version reads format {FORMAT}.")
             return cls.from_dict(entry)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise HoldoverError(f"{path} holds no results of a comparison ({type(error).__name__}: {error}).") from None
+            problem = f"{type(error).__name__}: {error}"
+        raise HoldoverError(f"{path} is no results file of a comparison ({problem}).")
 
     def save(self, path: Path) -> None:
-        """Write a results file: all of it, or the old one stays."""
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
-        beside.replace(path)
-
-    def _speedup(self, row: Row) -> float | None:
-        return self.speedup(row) if row.seconds else None
+        """Write a results file; an existing one is replaced only once the new one is complete."""
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
+        temporary.replace(path)
 
     def __str__(self) -> str:
         width = max(len(row.label) for row in (self.reference, *self.rows))
@@ -151,9 +156,74 @@ class Results:
         if row.kind == "reference":
             return line
         psnr = row.summary("psnr")
+        mean, p10, worst = ("equal" if math.isinf(v) else f"{v:.1f}" for v in (psnr.mean, psnr.p10, psnr.worst))
         ssim = f"{row.summary('ssim').mean:7.4f}" if "ssim" in row.values else ""
-        return f"{line}  {_decibels(psnr.mean):>9} {_decibels(psnr.p10):>6} {_decibels(psnr.worst):>6} {ssim}"
+        return f"{line}  {mean:>9} {p10:>6} {worst:>6} {ssim}"
 
 
-def _decibels(value: float) -> str:
-    return "equal" if math.isinf(value) else f"{value:.1f}"
+class Folder:
+    """The folder of a comparison: `results.json`, the float reference, and a PNG of each image and difference.
+
+    A comparison that was interrupted resumes from it.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self.results = self.root / "results.json"
+        self._reference = self.root / "reference.safetensors"
+
+    def prepare(self) -> None:
+        """Create the folder and check that it is writable, before anything is generated."""
+        prepare_folder(self.root)
+        prepare_folder(self.root / "images")
+
+    def load(self) -> Results | None:
+        """The results of an earlier run."""
+        return Results.load(self.results) if self.results.exists() else None
+
+    def load_reference(self) -> torch.Tensor | None:
+        """The uncached images of an earlier run, in floats."""
+        return load_file(self._reference)["reference"] if self._reference.exists() else None
+
+    def save_reference(self, output: torch.Tensor) -> None:
+        """Store the uncached images, in floats."""
+        temporary = self._reference.with_suffix(".new")
+        save_file({"reference": output.contiguous()}, temporary)
+        temporary.replace(self._reference)
+
+    def save_images(self, candidate: dict[str, Any], images: torch.Tensor, suffix: str = "") -> tuple[str, ...]:
+        """Write a PNG of each image (of a video, its middle frame) and return their paths within the folder."""
+        words = re.sub(r"[^a-z0-9.]+", "-", str(candidate["label"]).lower()).strip("-")[:40]
+        digest = hashlib.sha256(json.dumps(candidate, sort_keys=True).encode()).hexdigest()
+        names = []
+        for number, image in enumerate(images):
+            frame = image[len(image) // 2] if image.ndim == 4 else image
+            names.append(f"images/{words}-{digest[:6]}-{number}{suffix}.png")
+            to_pil(frame).save(self.root / names[-1])
+        return tuple(names)
+
+    def save_differences(
+        self, candidate: dict[str, Any], images: torch.Tensor, reference: torch.Tensor
+    ) -> tuple[str, ...]:
+        """Write the difference of each image to the reference: one color, opaque where they differ most."""
+        alpha = ((images - reference).abs().mean(-3, keepdim=True) * DIFFERENCE_GAIN).clamp(0, 1)
+        color = torch.tensor(_DIFFERENCE_COLOR).view(3, 1, 1) / 255
+        plane = color.expand(*alpha.shape[:-3], 3, *alpha.shape[-2:])
+        return self.save_images(candidate, torch.cat([plane, alpha], dim=-3), "-difference")
+
+
+def prepare_folder(path: Path) -> None:
+    """Create a folder, and raise a ConfigError if it is not writable."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {path}: {error.strerror}.") from None
+
+
+def to_pil(image: torch.Tensor) -> Image.Image:
+    """A float image (C, H, W), rounded to 8 bits."""
+    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).movedim(0, -1).numpy()
+    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[-1] == 1 else array))

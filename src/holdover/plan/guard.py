@@ -1,9 +1,9 @@
 """The guard: notices a generation that is harder to predict than those the plan was made on.
 
 At each computed step t the output is also predicted from the computed steps before it. The *ratio* of the step is the
-relative squared error of that prediction, |v_t - sum_j w_j v_j|^2 / |v_t|^2, divided by the largest_on_device relative error in
+relative squared error of that prediction, |v_t - sum_j w_j v_j|^2 / |v_t|^2, divided by the largest relative error in
 the measured generations. Calibration records how large ratios usually are in a generation with held steps. Ratios are
-copied to the host asynchronously and read one step later. Over several ranks the ratio is the largest_on_device of all ranks, and
+copied to the host asynchronously and read one step later. Over several ranks the ratio is the largest of all ranks, and
 all ranks read it at the same step.
 """
 
@@ -22,12 +22,12 @@ from ..engine.signals import AsyncScalar
 from .error_model import Measurements
 from .weights import DEPTH, Weights, fit_output, prediction_error
 
-HARD_FACTOR = 2.0  # times the largest_on_device ratio in the calibration: compute one more step
+HARD_FACTOR = 2.0  # times the largest ratio in the calibration: compute one more step
 MISMATCH_FACTOR = 8.0  # times its median ratio, over a whole generation: the model is not the one that was measured
 
 
 class Guard:
-    """Watches the outputs of one generation; `usual` is the median and the largest_on_device ratio in the calibration."""
+    """Watches the outputs of one generation; `usual` is the median and the largest ratio in the calibration."""
 
     def __init__(
         self, measurements: Measurements, usual: tuple[float, float] = (1.0, 1.0), groups: Groups = SINGLE_PROCESS
@@ -55,7 +55,7 @@ class Guard:
         return (error.flatten(1).square().sum(1) / size).max()
 
     def _largest_measured(self, weights: Weights, step: int) -> float:
-        """The same relative error in the measured generation where it is largest_on_device."""
+        """The same relative error in the measured generation where it is largest."""
         measurements = self._measurements
         errors = measurements.squared_norm(prediction_error(weights, step, measurements.steps))
         return max(1e-12, float((errors / np.maximum(measurements.grams[:, step, step], 1e-12)).max()))

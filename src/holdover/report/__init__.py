@@ -1,8 +1,8 @@
-"""One self-contained HTML file from a comparison: pictures, frontier, strips, table. Fetches nothing."""
+"""The report of a comparison: one HTML file with images, plots, steps and a table, without network resources."""
 
 from __future__ import annotations
 
 from .prediction import Prediction
-from .write import write_report
+from .view import write_report
 
 __all__ = ["Prediction", "write_report"]

@@ -1,4 +1,4 @@
-"""What plans were expected to keep before any was run, and what those that were tried kept."""
+"""The PSNR that a profile predicts for plans, and what the plans that were tried achieved."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from ..profiles import Profile
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan on held-back prompts: what was expected of nine pictures in ten, what they kept, and the worst."""
+    """One plan on held-out prompts: the expected PSNR, and what was measured of the metric of the target."""
 
     computed: int
     expected: float | None
-    kept: float
+    p10: float
     worst: float
-    pictures: int
+    images: int
     passed: bool
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The frontier as a profile has it: `keeps` is the PSNR of nine pictures in ten, for every budget that holds.
+    """The frontier that a profile predicts: `psnr` is the 10th percentile of PSNR for every budget below all steps.
 
-    `trials` are the plans that were tried to meet `target`, and `certified` is how many steps the one computes that is
-    certified for it, as `words` say.
+    `trials` are the plans that were tried to meet `target`, `certified` is the number of computed steps of the plan
+    that is certified for it, and `words` describe the certificate.
     """
 
     steps: int
-    keeps: tuple[tuple[int, float], ...]
+    psnr: tuple[tuple[int, float], ...]
     target: Target
     trials: tuple[Trial, ...] = ()
     certified: int | None = None
     words: str = ""
 
     @classmethod
-    def of(cls, found: TuningResult, target: str) -> Self:
-        """What a profile predicts, beside what tuning it to a target found."""
+    def of(cls, tuned: TuningResult, target: str) -> Self:
+        """The prediction of a profile, with the outcome of tuning it to a target."""
         trials = tuple(
-            Trial(len(tried.computed), tried.expected, kept.p10, kept.worst, kept.count, tried.passed)
-            for tried, kept in ((tried, Summary.of(tried.values)) for tried in found.tried)
+            Trial(len(tried.computed), tried.expected, summary.p10, summary.worst, summary.count, tried.passed)
+            for tried, summary in ((tried, Summary.of(tried.values)) for tried in tuned.tried)
         )
-        certified = None if found.certificate is None else len(found.certificate.computed)
-        steps = len(found.profile.facts.noise)
-        return cls(steps, predicted(found.profile), Target.parsed(target), trials, certified, str(found))
+        certified = None if tuned.certificate is None else len(tuned.certificate.computed)
+        steps = len(tuned.profile.facts.noise)
+        return cls(steps, predict_psnr(tuned.profile), Target.parsed(target), trials, certified, str(tuned))
 
     def at(self, computed: float | None) -> float | None:
-        """What a plan is expected to keep that computes so many steps; None where that is not known."""
-        return next((value for count, value in self.keeps if count == computed), None)
+        """The expected PSNR of a plan with this number of computed steps; None where it is unknown."""
+        return next((value for count, value in self.psnr if count == computed), None)
 
 
-def predicted(profile: Profile) -> tuple[tuple[int, float], ...]:
-    """The PSNR that nine pictures in ten are expected to keep, by computed steps; nothing without an offset to dB."""
+def predict_psnr(profile: Profile) -> tuple[tuple[int, float], ...]:
+    """The expected 10th percentile of PSNR by computed steps; empty for a profile without an offset to dB."""
     offset = profile.facts.psnr_offset
     if offset is None:
         return ()

@@ -1,4 +1,4 @@
-"""Models in the box. Importing this package imports neither torch nor diffusers."""
+"""Models that ship with the package. Importing this module imports neither torch nor diffusers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = ("emoji",)
 
 
 def load(name: str = "emoji") -> EmojiPipeline:
-    """The pipeline of a model that ships with the package, ready to draw, in float32 on the CPU."""
+    """Load the pipeline of a model that ships with the package, in float32 on the CPU."""
     if name not in MODELS:
         raise ConfigError(f"no model {name!r} in the box; there is: {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
     from . import emoji

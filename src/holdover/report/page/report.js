@@ -1,12 +1,12 @@
 "use strict";
-const pictures = document.getElementById("pictures");
+const images = document.getElementById("images");
 for (const choice of document.querySelectorAll("input[name=show]"))
-  choice.addEventListener("change", () => pictures.classList.toggle("differences", choice.value === "differences"));
+  choice.addEventListener("change", () => images.classList.toggle("differences", choice.value === "differences"));
 
 for (const tile of document.querySelectorAll("button.tile"))
   tile.addEventListener("click", () => tile.setAttribute("aria-pressed", tile.getAttribute("aria-pressed") !== "true"));
 
-// On a phone the rows scroll sideways, all of them together: one column stays one prompt.
+// On a phone all rows scroll sideways together, so that a column stays one prompt.
 const rows = [...document.querySelectorAll(".tiles")];
 for (const row of rows)
   row.addEventListener("scroll", () => {

@@ -1,12 +1,13 @@
 """EmojiPipeline: text to 64x64 emoji with a small Flux transformer that works on pixels, without a VAE.
 
-The "latents" are packed, normalised pixels (see patches.py). The pipeline follows diffusers' conventions, so
-that whatever works on a FluxPipeline (caches, offload, callbacks, other flow-matching schedulers) works here.
+The "latents" are normalized pixels, packed into tokens by `pack`. The pipeline follows diffusers' conventions, so that
+anything that works on a FluxPipeline (caches, offload, callbacks, other flow-matching schedulers) works here.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -22,9 +23,7 @@ from diffusers.utils import logging
 from diffusers.utils.torch_utils import randn_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...errors import ConfigError
-from .patches import position_ids, unpack
-from .request import Embeds, Request, check_callback_tensors, check_generators, check_scheduler, check_size
+from ...errors import ConfigError, did_you_mean
 
 logger = logging.get_logger(__name__)
 
@@ -33,8 +32,33 @@ StepCallback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 Generators = torch.Generator | list[torch.Generator]
 Encoded = tuple[torch.Tensor, torch.Tensor]
 
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
-def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
+
+def pack(images: torch.Tensor, patch: int) -> torch.Tensor:
+    """(B, C, H, W) -> (B, H/p * W/p, C*p*p): one token per patch, in reading order."""
+    batch, channels, height, width = images.shape
+    grid = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
+
+
+def unpack(tokens: torch.Tensor, height: int, width: int, patch: int) -> torch.Tensor:
+    """The inverse of `pack`."""
+    batch, _, size = tokens.shape
+    channels = size // (patch * patch)
+    grid = tokens.reshape(batch, height // patch, width // patch, channels, patch, patch)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, height, width)
+
+
+def position_ids(height: int, width: int, patch: int, device: torch.device | None = None) -> torch.Tensor:
+    """(0, row, column) of every patch, the `img_ids` of FluxTransformer2DModel."""
+    rows = torch.arange(height // patch, device=device)
+    columns = torch.arange(width // patch, device=device)
+    grid = torch.cartesian_prod(torch.zeros(1, dtype=rows.dtype, device=device), rows, columns)
+    return grid.float()
+
+
+def compute_shift(config: Mapping[str, Any], image_tokens: int) -> float:
     """Flux's `mu` for schedulers that shift by resolution: linear in the number of image tokens."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
@@ -45,7 +69,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
     """Text-to-emoji: `EmojiPipeline.from_pretrained(folder)("red apple, glossy 3d style").images[0]`.
 
     `tokenizer` and `text_encoder` turn captions into token states and one pooled vector; `transformer` predicts
-    the flow-matching velocity; `pixel_mean` and `pixel_std` normalised the training pixels (in [-1, 1]).
+    the flow-matching velocity; `pixel_mean` and `pixel_std` are the normalization of the training pixels in [-1, 1].
     """
 
     model_cpu_offload_seq = "text_encoder->transformer"
@@ -101,7 +125,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @staticmethod
     def calibration_prompts() -> list[str]:
-        """Captions of the kind the model was trained on, for measuring it."""
+        """Captions like those the model was trained on, for calibration and tuning."""
         return resources.files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()
 
     @property
@@ -116,7 +140,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         prompt_embeds: torch.Tensor | None = None,
         pooled_prompt_embeds: torch.Tensor | None = None,
     ) -> Encoded:
-        """Token states (B*n, tokens, width) and pooled vectors (B*n, width); every prompt n times in a row."""
+        """Token states (B*n, tokens, width) and pooled vectors (B*n, width), each prompt repeated n times in a row."""
         device = device or self._execution_device
         if prompt_embeds is None or pooled_prompt_embeds is None:
             if prompt is None:
@@ -132,7 +156,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         full = self.tokenizer(prompts)["input_ids"]
         for prompt, ids in zip(prompts, full, strict=True):
             if len(ids) > limit:
-                logger.warning(f"the prompt has {len(ids)} tokens, the model reads {limit}; cut short: {prompt!r}")
+                logger.warning(f"the prompt has {len(ids)} tokens and is truncated to {limit}: {prompt!r}")
         batch = self.tokenizer(prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
         mask = batch["attention_mask"].to(device)
         output = self.text_encoder(input_ids=batch["input_ids"].to(device), attention_mask=mask)
@@ -147,11 +171,12 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         generator: Generators | None = None,
         latents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Noise for `batch_size` pictures as (B, tokens, channels), or the given latents on the device."""
+        """Noise for `batch_size` images as (B, tokens, channels), or the given latents on the device."""
         patch = self._patch
         shape = (batch_size, (size[0] // patch) * (size[1] // patch), self.transformer.config.in_channels)
         if latents is None:
-            check_generators(generator, batch_size)
+            if isinstance(generator, list) and len(generator) != batch_size:
+                raise ConfigError(f"{len(generator)} generators for {batch_size} images; pass one, or one per image")
             noise: torch.Tensor = randn_tensor(shape, generator, device, self.transformer.dtype)
             return noise
         if tuple(latents.shape) != shape:
@@ -159,16 +184,16 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         return latents.to(device, self.transformer.dtype)
 
     def decode_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Packed latents -> pictures (B, 3, H, W) in [-1, 1]."""
-        pictures = unpack(latents.float(), height, width, self._patch)
+        """Packed latents -> images (B, 3, H, W) in [-1, 1]."""
+        images = unpack(latents.float(), height, width, self._patch)
         mean = torch.tensor(self.config.pixel_mean, device=latents.device).view(1, 3, 1, 1)
         std = torch.tensor(self.config.pixel_std, device=latents.device).view(1, 3, 1, 1)
-        return (pictures * std + mean).clamp(-1, 1)
+        return (images * std + mean).clamp(-1, 1)
 
     def prepare_timesteps(
         self, steps: int, sigmas: Sequence[float] | None, image_tokens: int, device: torch.device
     ) -> torch.Tensor:
-        """Set the scheduler's grid: the given sigmas, else evenly spaced ones where it takes sigmas."""
+        """Set the scheduler's timesteps: from the given sigmas, else evenly spaced where it takes sigmas."""
         config = self.scheduler.config
         arguments: dict[str, Any] = {"num_inference_steps": steps}
         takes_sigmas = "sigmas" in inspect.signature(self.scheduler.set_timesteps).parameters
@@ -179,7 +204,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         elif takes_sigmas and not config.get("use_flow_sigmas", False):
             arguments["sigmas"] = np.linspace(1.0, 1 / steps, steps)
         if config.get("use_dynamic_shifting", False):
-            arguments["mu"] = dynamic_shift(config, image_tokens)
+            arguments["mu"] = compute_shift(config, image_tokens)
         self.scheduler.set_timesteps(device=device, **arguments)
         self.scheduler.set_begin_index(0)
         return torch.as_tensor(self.scheduler.timesteps)
@@ -215,7 +240,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         steps: int,
         on_step_end: OnStepEnd,
     ) -> torch.Tensor:
-        """The loop; `tensors` holds latents and embeds, and callbacks may exchange any of them."""
+        """The denoising loop; `tensors` holds latents and embeds, and callbacks may replace any of them."""
         order = self.scheduler.order
         warmup = max(len(timesteps) - steps * order, 0)
         train_steps = self.scheduler.config.num_train_timesteps
@@ -232,31 +257,79 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
                     bar.update()
         return tensors["latents"]
 
-    def _step_end(self, callback: Any, names: Sequence[str]) -> OnStepEnd:
-        """The user's callback as a function that lets it see and exchange the tensors it asked for."""
+    def _wrap_callback(self, callback: Any, names: Sequence[str]) -> OnStepEnd:
+        """A function that passes the requested tensors to the user's callback and stores those it returns."""
         if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
             names = callback.tensor_inputs
-        check_callback_tensors(names, self._callback_tensor_inputs)
+
+        def check(names: Sequence[str]) -> None:
+            known = self._callback_tensor_inputs
+            for name in (name for name in names if name not in known):
+                argument, hint = "callback_on_step_end_tensor_inputs", did_you_mean(name, known)
+                raise ConfigError(f"{argument}: unknown {name!r}; known: {', '.join(known)}.{hint}")
 
         def on_step_end(index: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> None:
             if callback is not None:
-                given = {name: tensors.get(name) for name in names}
-                changed = callback(self, index, timestep, given) or {}
-                check_callback_tensors(list(changed), self._callback_tensor_inputs)
+                changed = callback(self, index, timestep, {name: tensors.get(name) for name in names}) or {}
+                check(list(changed))
                 tensors.update({name: tensor for name, tensor in changed.items() if tensor is not None})
 
+        check(names)
         return on_step_end
 
-    def _tensors(self, request: Request, device: torch.device) -> dict[str, torch.Tensor]:
-        """The embeds of both branches under the names callbacks know them by."""
-        count, given = request.images_per_prompt, request.embeds
-        states, pooled = self.encode_prompt(request.prompt, count, device, given.states, given.pooled)
-        tensors = {"prompt_embeds": states, "pooled_prompt_embeds": pooled}
-        if self.do_classifier_free_guidance:
-            given = request.negative_embeds
-            states, pooled = self.encode_prompt(request.negatives, count, device, given.states, given.pooled)
-            tensors |= {"negative_prompt_embeds": states, "negative_pooled_prompt_embeds": pooled}
-        return tensors
+    def check_inputs(
+        self,
+        prompt: str | list[str] | None,
+        negative_prompt: str | list[str] | None,
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        guidance_scale: float,
+        num_images_per_prompt: int,
+        output_type: str,
+        prompt_embeds: torch.Tensor | None,
+        pooled_prompt_embeds: torch.Tensor | None,
+        negative_prompt_embeds: torch.Tensor | None,
+        negative_pooled_prompt_embeds: torch.Tensor | None,
+    ) -> int:
+        """Raise a ConfigError for arguments that cannot be used; return the number of prompts."""
+        for name, value in (("height", height), ("width", width)):
+            if value <= 0 or value % self._patch:
+                raise ConfigError(f"{name} is {value}; use a positive multiple of {self._patch}")
+        for prefix, states, pooled in (
+            ("", prompt_embeds, pooled_prompt_embeds),
+            ("negative_", negative_prompt_embeds, negative_pooled_prompt_embeds),
+        ):
+            names = f"{prefix}prompt_embeds and {prefix}pooled_prompt_embeds"
+            if (states is None) != (pooled is None):
+                raise ConfigError(f"{names} belong together: pass both (encode_prompt returns them)")
+            if states is not None and pooled is not None and len(states) != len(pooled):
+                raise ConfigError(f"{names} have {len(states)} and {len(pooled)} rows; they need the same number")
+        for name, number in (
+            ("num_inference_steps", num_inference_steps),
+            ("num_images_per_prompt", num_images_per_prompt),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"{name} is {number!r}; use a whole number of at least 1")
+        if not math.isfinite(guidance_scale) or guidance_scale < 0:
+            raise ConfigError(f"guidance_scale is {guidance_scale}; use a number of at least 0 (up to 1: no guidance)")
+        if output_type not in OUTPUT_TYPES:
+            raise ConfigError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}")
+        if (prompt is None) == (prompt_embeds is None):
+            raise ConfigError("pass prompt or prompt_embeds (with pooled_prompt_embeds), one of the two")
+        if negative_prompt is not None and negative_prompt_embeds is not None:
+            raise ConfigError("pass negative_prompt or negative_prompt_embeds, not both")
+        for name, captions in (("prompt", prompt), ("negative_prompt", negative_prompt)):
+            if captions is None or isinstance(captions, str):
+                continue
+            if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
+                raise ConfigError(f"{name} is {captions!r}; use a string or a list of at least one string")
+        given = prompt if prompt_embeds is None else prompt_embeds
+        count = 1 if given is None or isinstance(given, str) else len(given)
+        negatives = negative_prompt if negative_prompt_embeds is None else negative_prompt_embeds
+        if negatives is not None and not isinstance(negatives, str) and len(negatives) != count:
+            raise ConfigError(f"{len(negatives)} negative prompts for {count} prompts; pass one, or one per prompt")
+        return count
 
     @torch.no_grad()
     def __call__(
@@ -280,37 +353,56 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         callback_on_step_end: StepCallback | PipelineCallback | MultiPipelineCallbacks | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple[Any]:
-        """Draw pictures for the prompts.
+        """Generate images for the prompts.
 
-        `guidance_scale` above 1 runs a second, unconditional branch on `negative_prompt` (default: the empty
-        caption the model was trained with). `latents` are packed noise, (B, tokens, channels). `output_type`
-        is "pil", "np", "pt" or "latent". All other arguments mean what they mean in FluxPipeline.
+        `guidance_scale` above 1 adds an unconditional branch with `negative_prompt` (default: the empty caption, as in
+        training). `latents` are packed noise, (B, tokens, channels). `output_type` is "pil", "np", "pt" or "latent".
+        All other arguments are those of FluxPipeline.
         """
-        default = self.config.sample_size
-        request = Request(
+        height, width = (self.config.sample_size if size is None else size for size in (height, width))
+        steps = num_inference_steps if sigmas is None else len(sigmas)
+        embeds = (prompt_embeds, pooled_prompt_embeds, negative_prompt_embeds, negative_pooled_prompt_embeds)
+        count = self.check_inputs(
             prompt,
-            Embeds(prompt_embeds, pooled_prompt_embeds),
             negative_prompt,
-            Embeds(negative_prompt_embeds, negative_pooled_prompt_embeds, "negative_prompt_embeds"),
-            check_size(default if height is None else height, default if width is None else width, self._patch),
-            num_inference_steps if sigmas is None else len(sigmas),
+            height,
+            width,
+            steps,
             guidance_scale,
             num_images_per_prompt,
             output_type,
+            *embeds,
         )
-        on_step_end = self._step_end(callback_on_step_end, callback_on_step_end_tensor_inputs)
-        check_scheduler(self.scheduler)
+        on_step_end = self._wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        _check_scheduler(self.scheduler)
         self._guidance_scale, self._interrupt = float(guidance_scale), False
         device = self._execution_device
-        tensors = self._tensors(request, device)
-        tensors["latents"] = self.prepare_latents(request.total, request.size, device, generator, latents)
-        timesteps = self.prepare_timesteps(request.steps, sigmas, tensors["latents"].shape[1], device)
+        states, pooled = self.encode_prompt(prompt, num_images_per_prompt, device, *embeds[:2])
+        tensors = {"prompt_embeds": states, "pooled_prompt_embeds": pooled}
+        if self.do_classifier_free_guidance:
+            negatives = negative_prompt if isinstance(negative_prompt, list) else [negative_prompt or ""] * count
+            states, pooled = self.encode_prompt(negatives, num_images_per_prompt, device, *embeds[2:])
+            tensors |= {"negative_prompt_embeds": states, "negative_pooled_prompt_embeds": pooled}
+        size = (height, width)
+        tensors["latents"] = self.prepare_latents(count * num_images_per_prompt, size, device, generator, latents)
+        timesteps = self.prepare_timesteps(steps, sigmas, tensors["latents"].shape[1], device)
         self._num_timesteps = len(timesteps)
-        ids = position_ids(*request.size, self._patch, device)
-        images: Any = self._denoise(tensors, timesteps, ids, request.steps, on_step_end)
+        ids = position_ids(height, width, self._patch, device)
+        images: Any = self._denoise(tensors, timesteps, ids, steps, on_step_end)
 
         if output_type != "latent":
-            images = self.decode_latents(images, *request.size)
+            images = self.decode_latents(images, height, width)
             images = self.image_processor.postprocess(images, output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler that does not interpolate linearly between image and noise (flow matching)."""
+    config, name = scheduler.config, type(scheduler).__name__
+    remedy = "create it with from_config(config, use_flow_sigmas=True, prediction_type='flow_prediction')"
+    if config.get("use_flow_sigmas", False):
+        if config.get("prediction_type", "flow_prediction") != "flow_prediction":
+            raise ConfigError(f"{name} has use_flow_sigmas but prediction_type {config['prediction_type']!r}; {remedy}")
+    elif "beta_start" in config or not hasattr(scheduler, "set_begin_index"):
+        raise ConfigError(f"{name} is no flow-matching scheduler; use FlowMatchEulerDiscreteScheduler, or {remedy}")

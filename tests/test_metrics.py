@@ -1,4 +1,4 @@
-"""Metrics agree with scikit-image, value by value, and say no to what is not a float picture."""
+"""Metrics agree with scikit-image, value by value, and refuse what is not a float image."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestAgainstScikitImage:
 
 class TestBatches:
     @pytest.mark.parametrize("metric", [psnr, ssim, nonwhite_error])
-    def test_a_batch_is_its_pictures_one_by_one(self, metric) -> None:
+    def test_a_batch_is_its_images_one_by_one(self, metric) -> None:
         a, b = pair((2, 4, 3, 16, 20))
         alone = torch.stack([metric(x, y) for x, y in zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)])
         assert metric(a, b).shape == (2, 4)
@@ -80,7 +80,7 @@ class TestBatches:
 
 
 class TestEach:
-    def test_a_picture_has_one_value(self) -> None:
+    def test_an_image_has_one_value(self) -> None:
         a, b = torch.rand(2, 3, 3, 16, 16, dtype=torch.double)
         assert torch.equal(each(psnr, a, b), psnr(a, b))
         assert torch.equal(each(ssim, a, b), ssim(a, b))
@@ -99,7 +99,7 @@ class TestEach:
 
 
 class TestNonwhite:
-    def test_only_what_is_drawn_counts(self) -> None:
+    def test_only_the_subject_counts(self) -> None:
         a = torch.ones(3, 16, 16)
         b = a.clone()
         a[:, :4, :4] = 0.5
@@ -107,7 +107,7 @@ class TestNonwhite:
         assert nonwhite_error(a, b).item() == pytest.approx(0.25)
         assert (a - b).abs().mean().item() < 0.02
 
-    def test_a_pixel_drawn_in_one_of_the_two_counts(self) -> None:
+    def test_a_pixel_of_the_subject_in_one_of_the_two_counts(self) -> None:
         a, b = torch.ones(3, 4, 4), torch.ones(3, 4, 4)
         a[0, 0, 0], b[0, 1, 1] = 0.4, 0.7
         assert nonwhite_error(a, b).item() == pytest.approx((0.6 + 0.3) / 3 / 2)
@@ -116,14 +116,14 @@ class TestNonwhite:
         assert nonwhite_error(torch.ones(3, 8, 8), torch.full((3, 8, 8), 0.9999)).item() == 0
 
 
-class TestEqualPictures:
+class TestEqualImages:
     def test_values(self) -> None:
         a, _ = pair((2, 3, 16, 16))
         assert psnr(a, a).tolist() == [math.inf] * 2
         torch.testing.assert_close(ssim(a, a), torch.ones(2, dtype=torch.float64))
         assert nonwhite_error(a, a).tolist() == [0, 0]
 
-    def test_summary_of_nothing_but_equal_pictures_is_null_in_json(self) -> None:
+    def test_summary_of_nothing_but_equal_images_is_null_in_json(self) -> None:
         summary = Summary.of([math.inf] * 3)
         assert summary.as_dict() == {"mean": None, "p10": None, "worst": None, "count": 3}
         assert Summary.from_dict(summary.as_dict()) == summary
@@ -135,7 +135,7 @@ class TestEqualPictures:
 
 class TestSummary:
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-    def test_is_what_numpy_says(self, values: list[float]) -> None:
+    def test_agrees_with_numpy(self, values: list[float]) -> None:
         good, bad = Summary.of(values), Summary.of(values, higher_is_better=False)
         assert good.mean == pytest.approx(np.mean(values))
         assert good.p10 == pytest.approx(np.percentile(values, 10))
@@ -156,23 +156,23 @@ class TestSummary:
 
 
 class TestAsImages:
-    def test_all_output_types_are_the_same_pictures(self) -> None:
+    def test_all_output_types_are_the_same_images(self) -> None:
         eighths = torch.randint(0, 256, (2, 3, 8, 10)) / 255
         array = eighths.permute(0, 2, 3, 1).numpy()
-        pictures = [Image.fromarray((entry * 255).round().astype(np.uint8)) for entry in array]
-        for output in (eighths, array, pictures, list(eighths), list(array)):
+        images = [Image.fromarray((entry * 255).round().astype(np.uint8)) for entry in array]
+        for output in (eighths, array, images, list(eighths), list(array)):
             torch.testing.assert_close(as_images(output), eighths)
-        assert as_images(eighths[0]).shape == as_images(pictures[0]).shape == (1, 3, 8, 10)
+        assert as_images(eighths[0]).shape == as_images(images[0]).shape == (1, 3, 8, 10)
 
     def test_all_kinds_of_videos_are_the_same_frames(self) -> None:
         frames = torch.randint(0, 256, (2, 5, 3, 8, 10)) / 255
         array = frames.permute(0, 1, 3, 4, 2).numpy()
-        pictures = [[Image.fromarray((f * 255).round().astype(np.uint8)) for f in video] for video in array]
-        for output in (frames, array, pictures, list(frames), list(array)):
+        images = [[Image.fromarray((f * 255).round().astype(np.uint8)) for f in video] for video in array]
+        for output in (frames, array, images, list(frames), list(array)):
             torch.testing.assert_close(as_images(output), frames)
-        torch.testing.assert_close(as_images(pictures[:1]), frames[:1])
+        torch.testing.assert_close(as_images(images[:1]), frames[:1])
 
-    def test_grey_and_transparent_pictures(self) -> None:
+    def test_grey_and_transparent_images(self) -> None:
         assert as_images(Image.new("L", (4, 6), 51)).tolist() == torch.full((1, 1, 6, 4), 0.2).tolist()
         assert as_images(Image.new("RGBA", (4, 6))).shape == (1, 3, 6, 4)
 
@@ -183,16 +183,16 @@ class TestAsImages:
     @pytest.mark.parametrize(
         ("output", "message"),
         [
-            (torch.zeros(1, 3, 4, 4, dtype=torch.uint8), "rounded; ask the pipeline for floats"),
+            (torch.zeros(1, 3, 4, 4, dtype=torch.uint8), "rounded; request floats from the pipeline"),
             (np.zeros((1, 4, 4, 3), np.uint8), "rounded"),
-            (torch.full((1, 3, 4, 4), -1.0), "run from -1 to -1"),
+            (torch.full((1, 3, 4, 4), -1.0), "range from -1 to -1"),
             (torch.full((1, 3, 4, 4), 255.0), "for latents use latents_as_images"),
-            (torch.zeros(4, 4), "3, 4 or 5 dimensions"),
+            (torch.zeros(4, 4), "3 or 4 dimensions, videos 5"),
             ("apple", "not str"),
             ([], "not list"),
         ],
     )
-    def test_what_is_no_float_picture_is_refused(self, output: object, message: str) -> None:
+    def test_what_is_no_float_image_is_refused(self, output: object, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             as_images(output)
 
@@ -220,8 +220,8 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"\(3, 16, 16\) and \(3, 16, 12\)"):
             metric(a, a[..., :12])
 
-    def test_a_picture_smaller_than_the_window(self) -> None:
-        with pytest.raises(ConfigError, match="11 x 11; the pictures are 10 x 64"):
+    def test_an_image_smaller_than_the_window(self) -> None:
+        with pytest.raises(ConfigError, match="11 x 11; the images are 10 x 64"):
             ssim(torch.zeros(3, 10, 64), torch.zeros(3, 10, 64))
 
 

@@ -1,0 +1,253 @@
+"""What methods are compared with: a second-order solver, the caches of diffusers, and a frontier of candidates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FirstBlockCacheConfig,
+    FlowMatchEulerDiscreteScheduler,
+    MagCacheConfig,
+    TaylorSeerCacheConfig,
+)
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
+from torch import nn
+
+from ..errors import ConfigError
+from ..plan.schedules import uniform
+from ..profiles import Profile
+from ..runtime.backend import transformers_of
+from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips
+
+# A second-order solver for fewer steps.
+
+
+class SecondOrderScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """DPM-Solver++(2M) of diffusers on the sigmas of FlowMatchEulerDiscreteScheduler.
+
+    The pipeline passes the same arguments as to its own scheduler, so shift, resolution and custom sigmas are the same;
+    only the update differs, which uses two velocities.
+    """
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: Sequence[float] | None = None,
+        mu: float | None = None,
+        timesteps: Sequence[float] | None = None,
+    ) -> None:
+        """Set the timesteps of the first-order scheduler, for the solver too."""
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        solver = DPMSolverMultistepScheduler(
+            solver_order=2,
+            use_flow_sigmas=True,
+            prediction_type="flow_prediction",
+            num_train_timesteps=self.config.num_train_timesteps,
+        )
+        solver.set_timesteps(len(self.timesteps), device=device)
+        solver.sigmas, solver.timesteps = self.sigmas, self.timesteps
+        solver.set_begin_index(0)
+        self._solver = solver
+
+    def step(
+        self,
+        model_output: torch.Tensor,
+        timestep: Any,
+        sample: torch.Tensor,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+    ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[torch.Tensor]:
+        """One step of the solver, in single precision."""
+        result = self._solver.step(model_output.float(), timestep, sample.float(), return_dict=False)[0]
+        self._step_index = self._solver.step_index
+        previous = result.to(model_output.dtype)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=previous) if return_dict else (previous,)
+
+
+def to_second_order(scheduler: Any) -> SecondOrderScheduler:
+    """A second-order scheduler with the timesteps and sigmas of a pipeline's own scheduler."""
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        raise ConfigError(f"The second-order baseline replaces FlowMatchEulerDiscreteScheduler, not {name}.")
+    if scheduler.config.invert_sigmas or scheduler.config.stochastic_sampling:
+        raise ConfigError(f"The second-order baseline supports no inverted or stochastic sigmas, as this {name} has.")
+    replacement: SecondOrderScheduler = SecondOrderScheduler.from_config(scheduler.config)
+    return replacement
+
+
+# The caches of diffusers.
+
+_QUERY = re.compile(r".*\.attn1?\.to_q(kv)?")
+
+
+def diffusers_cache(label: str, config: Callable[[], Any], series: str = "") -> Custom:
+    """A candidate that calls `transformer.enable_cache(config())` on every transformer of a pipeline."""
+
+    @contextmanager
+    def context(pipe: Any) -> Iterator[Callable[[], Strips] | None]:
+        transformers = list(transformers_of(pipe).values())
+        with ExitStack() as stack:
+            for transformer in transformers:
+                stack.enter_context(_enable_diffusers_cache(transformer, config()))
+            yield stack.enter_context(_record_strips(pipe, transformers))
+
+    return Custom(label, context, series)
+
+
+@contextmanager
+def _enable_diffusers_cache(transformer: Any, config: Any) -> Iterator[None]:
+    if not hasattr(transformer, "enable_cache"):
+        raise ConfigError(f"diffusers has no caches for {type(transformer).__name__}.")
+    try:
+        transformer.enable_cache(config)
+        yield
+    finally:
+        transformer._cache_config = config  # so that the hooks of a cache that failed halfway are removed, too
+        transformer.disable_cache()
+
+
+@contextmanager
+def _record_strips(pipe: Any, transformers: list[nn.Module]) -> Iterator[Callable[[], Strips] | None]:
+    """A function that returns the strips since its last call; None where the attention of a block cannot be found.
+
+    A forward counts as computed if the attention of the last block ran, which no hook on a block can pretend.
+    """
+    queries = [
+        [module for name, module in transformer.named_modules() if _QUERY.fullmatch(name)]
+        for transformer in transformers
+    ]
+    letters: list[str] = []
+
+    def add_held(*_: Any) -> None:
+        letters.append("h")
+
+    def mark_computed(*_: Any) -> None:
+        letters[-1] = "C"
+
+    def take_strips() -> Strips:
+        strip, steps = "".join(letters), int(pipe.num_timesteps)
+        letters.clear()
+        if not steps or len(strip) % steps or len(strip) == steps:
+            return {"forwards": strip}
+        count = len(strip) // steps  # the branches take turns at every step
+        return {f"forward {index + 1}": strip[index::count] for index in range(count)}
+
+    handles = [transformer.register_forward_pre_hook(add_held) for transformer in transformers]
+    handles += [found[-1].register_forward_hook(mark_computed) for found in queries if found]
+    try:
+        yield take_strips if all(queries) else None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# The frontier: plans, every other method at several settings, and fewer steps with both solvers.
+
+SPEED_UPS = (6, 5, 4, 3, 2.5, 2)
+"""The speed-ups at which plans, uniform holding and fewer steps are compared; other methods have thresholds."""
+_THRESHOLD_STEPS = 50  # the thresholds below are for this number of steps: with fewer, each step changes more
+_TEA_CACHE = (0.02, 0.05, 0.1, 0.16)
+_MAG_CACHE = ((0.06, 2, 0.2), (0.2, 4, 0.1), (0.7, 5, 0.06), (0.7, 8, 0.06))  # threshold, longest hold, retention
+_FIRST_BLOCK = (0.07, 0.13, 0.19, 0.26)
+_TAYLOR_SEER = ((3, 0.2), (5, 0.12), (8, 0.08), (8, 0.04))  # interval, and the fraction of steps computed first
+
+
+def build_frontier_comparison(
+    profile: Profile, path: Path | str, prompts: Sequence[str], batch_size: int = 1
+) -> Comparison:
+    """The comparison of a profile's plans with all other methods; `path` is the file of the profile."""
+    steps, file = len(profile.facts.noise), str(path)
+    budgets = frontier_budgets(steps)
+    candidates: list[Candidate] = [
+        MethodCandidate("plan", (("budget", budget), ("guard", False), ("profile", file)), f"plan {budget}", "plan")
+        for budget in budgets
+    ]
+    candidates += _holdover_methods(file, steps)
+    candidates += _diffusers_caches(profile)
+    for budget in budgets:
+        settings = {"schedule": uniform(steps, budget), "predictor": "hold", "guard": False}
+        candidates.append(MethodCandidate("plan", tuple(settings.items()), f"hold, uniform {budget}", "hold, uniform"))
+    candidates += [FewerSteps(budget, order) for order in (False, True) for budget in budgets]
+    return Comparison(
+        tuple(prompts),
+        tuple(candidates),
+        steps=steps,
+        guidance=profile.facts.guidance,
+        batch_size=batch_size,
+        baselines=False,
+    )
+
+
+def frontier_budgets(steps: int) -> list[int]:
+    """The numbers of computed steps that plans are compared at."""
+    return sorted({max(2, int(steps / factor)) for factor in SPEED_UPS})
+
+
+def _holdover_methods(file: str, steps: int) -> list[MethodCandidate]:
+    """TeaCache and MagCache with the constants of the profile, and DBCache with and without TaylorSeer."""
+    constants = ("profile", file)
+    candidates = [
+        MethodCandidate("tea_cache", (("rel_l1_thresh", threshold), constants), f"tea_cache {threshold:g}")
+        for threshold in _scale(_TEA_CACHE, steps)
+    ]
+    names = ("mag_threshold", "mag_max_skip_steps", "mag_retention_ratio")
+    for values in _mag_cache_settings(steps):
+        settings = (*zip(names, values, strict=True), constants)
+        candidates.append(MethodCandidate("mag_cache", settings, f"mag_cache {_join(values)}"))
+    for taylor in (False, True):
+        series = f"cache_dit DBCache{' + TaylorSeer' if taylor else ''}"
+        for threshold in _scale(_FIRST_BLOCK, steps):
+            db_cache: dict[str, Any] = {
+                "residual_diff_threshold": threshold,
+                "max_warmup_steps": 1,
+                "max_continuous_cached_steps": -1,
+                "enable_taylorseer": taylor,
+            }
+            candidates.append(MethodCandidate("cache_dit", tuple(db_cache.items()), f"{series} {threshold:g}", series))
+    return candidates
+
+
+def _diffusers_caches(profile: Profile) -> list[Custom]:
+    """First-block caching, TaylorSeer in single precision, and MagCache with the ratios of the profile."""
+    steps, candidates = len(profile.facts.noise), []
+
+    def add(series: str, values: tuple[float, ...], config: type[Any], **settings: Any) -> None:
+        candidates.append(diffusers_cache(f"{series} {_join(values)}", lambda: config(**settings), series))
+
+    for threshold in _scale(_FIRST_BLOCK, steps):
+        add("diffusers first-block", (threshold,), FirstBlockCacheConfig, threshold=threshold)
+    for interval, start in dict.fromkeys((interval, max(2, round(part * steps))) for interval, part in _TAYLOR_SEER):
+        taylor = {"cache_interval": interval, "disable_cache_before_step": start}
+        add(
+            "diffusers TaylorSeer",
+            (interval, start),
+            TaylorSeerCacheConfig,
+            taylor_factors_dtype=torch.float32,
+            **taylor,
+        )
+    for values in _mag_cache_settings(steps) if profile.facts.mag_cache else ():
+        (_, constants), names = profile.facts.mag_cache[0], ("threshold", "max_skip_steps", "retention_ratio")
+        mag: dict[str, Any] = {"num_inference_steps": steps, "mag_ratios": list(constants.ratios("cond"))}
+        add("diffusers MagCache", values, MagCacheConfig, **mag, **dict(zip(names, values, strict=True)))
+    return candidates
+
+
+def _mag_cache_settings(steps: int) -> list[tuple[float, int, float]]:
+    """Threshold, longest hold and retention, for MagCache of either library."""
+    thresholds = _scale([threshold for threshold, _, _ in _MAG_CACHE], steps)
+    return [(scaled, hold, retention) for scaled, (_, hold, retention) in zip(thresholds, _MAG_CACHE, strict=True)]
+
+
+def _scale(thresholds: Sequence[float], steps: int) -> list[float]:
+    return [float(f"{threshold * _THRESHOLD_STEPS / steps:.3g}") for threshold in thresholds]
+
+
+def _join(values: tuple[float, ...]) -> str:
+    return " / ".join(f"{value:g}" for value in values)

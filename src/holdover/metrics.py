@@ -1,0 +1,285 @@
+"""Image quality metrics: float images in, one value per image out. Knows no pipeline."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import conv2d
+
+from .errors import ConfigError, HoldoverError
+
+__all__ = [
+    "METRICS",
+    "PSNR_CAP",
+    "Metric",
+    "Summary",
+    "as_images",
+    "each",
+    "latents_as_images",
+    "lpips",
+    "lpips_missing",
+    "nonwhite_error",
+    "psnr",
+    "ssim",
+]
+
+PSNR_CAP = 100.0
+"""The PSNR in decibels that equal images count for in a mean; differences far below this are invisible."""
+
+SSIM_WINDOW = 11
+"""The side of the window of SSIM in pixels; smaller images have no SSIM."""
+
+_WHITE = 254.5 / 255  # a pixel of at least this value is displayed as white
+_SSIM_SIGMA, _SSIM_C1, _SSIM_C2 = 1.5, 0.01**2, 0.03**2
+_ALEXNET = "alexnet-owt-7be5be79.pth"
+
+MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# Metrics.
+
+
+def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Peak signal-to-noise ratio in decibels, one value per image; infinite where the two are equal.
+
+    The images are (C, H, W), or (..., C, H, W) for one value each, with a peak of 1.
+    """
+    a, b = _check_pair(a, b)
+    return -10 * torch.log10(((a - b) ** 2).mean((-3, -2, -1)))
+
+
+def nonwhite_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Mean absolute error over the pixels that are not white in both images; 0 where all are white.
+
+    A white background is equal in every image and would hide an error in the subject.
+    """
+    a, b = _check_pair(a, b)
+    subject = ((a < _WHITE) | (b < _WHITE)).any(-3)
+    error = (a - b).abs().mean(-3) * subject
+    return error.sum((-2, -1)) / subject.sum((-2, -1)).clamp(min=1)
+
+
+def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Structural similarity (Wang et al. 2004), one value per image (C, H, W) or (..., C, H, W); 1 where equal.
+
+    The mean over the channels and over all positions where the Gaussian window of 11 x 11 lies inside the image:
+    nothing is padded.
+    """
+    a, b = _check_pair(a, b)
+    height, width = a.shape[-2:]
+    if min(height, width) < SSIM_WINDOW:
+        raise ConfigError(f"SSIM has a window of 11 x 11; the images are {height} x {width}.")
+    mean_a, mean_b = _blur(a), _blur(b)
+    variance_a = _blur(a * a) - mean_a**2
+    variance_b = _blur(b * b) - mean_b**2
+    covariance = _blur(a * b) - mean_a * mean_b
+    luminance = (2 * mean_a * mean_b + _SSIM_C1) / (mean_a**2 + mean_b**2 + _SSIM_C1)
+    structure = (2 * covariance + _SSIM_C2) / (variance_a + variance_b + _SSIM_C2)
+    return (luminance * structure).mean((-3, -2, -1))
+
+
+def lpips_missing() -> str | None:
+    """Why LPIPS cannot be measured on this machine, or None where it can. Nothing is downloaded."""
+    for package in ("torchmetrics", "torchvision"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: pip install 'holdover[lpips]'"
+    weights = Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET
+    return None if weights.exists() else f"its weights are not at {weights}"
+
+
+def lpips(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """LPIPS (Zhang et al. 2018) with AlexNet, one value per RGB image (3, H, W) or (..., 3, H, W); 0 where equal."""
+    missing = lpips_missing()
+    if missing is not None:
+        raise HoldoverError(f"LPIPS is not available: {missing}.")
+    from torchmetrics.functional.image import learned_perceptual_image_patch_similarity as distance
+
+    a, b = _check_pair(a, b)
+    single = (-1, 1, *a.shape[-3:])
+    pairs = zip(a.float().clamp(0, 1).reshape(single), b.float().clamp(0, 1).reshape(single), strict=True)
+    values = [distance(x, y, "alex", normalize=True) for x, y in pairs]
+    return torch.stack(values).reshape(a.shape[:-3])
+
+
+def each(metric: MetricFunction, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """One value per image of (N, C, H, W), or per video of (N, F, C, H, W).
+
+    Metrics that are means over pixels take the pixels of all frames; of others the mean over the frames is taken.
+    """
+    if a.ndim < 5:
+        return metric(a, b)
+    if metric not in (psnr, nonwhite_error):
+        return metric(a, b).mean(-1)
+    a, b = (videos.transpose(1, 2).flatten(2, 3) for videos in (a, b))  # the frames of a video below each other
+    return metric(a, b)
+
+
+def _check_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in double precision on the device of the first, if they are float images of one shape."""
+    for image in (a, b):
+        if not image.is_floating_point():
+            raise ConfigError(f"Images are floats in [0, 1], not {image.dtype}; see holdover.metrics.as_images.")
+    if a.shape != b.shape or a.ndim < 3:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ConfigError(f"Metrics compare two images (..., C, H, W) of one shape, not {shapes}.")
+    return a.detach().double(), b.detach().to(a.device).double()
+
+
+def _blur(images: torch.Tensor) -> torch.Tensor:
+    """Each channel under the Gaussian window of SSIM, along rows and then along columns."""
+    radius = SSIM_WINDOW // 2
+    offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
+    window = torch.exp(-(offsets**2) / (2 * _SSIM_SIGMA**2))
+    window = window / window.sum()
+    planes = images.reshape(-1, 1, *images.shape[-2:])
+    planes = conv2d(conv2d(planes, window.view(1, 1, 1, -1)), window.view(1, 1, -1, 1))
+    return planes.reshape(*images.shape[:-2], *planes.shape[-2:])
+
+
+# Images from what a pipeline returns.
+
+
+def as_images(output: Any) -> torch.Tensor:
+    """Images (N, C, H, W) or videos (N, F, C, H, W) as floats in [0, 1], from any `output_type` of a pipeline.
+
+    Tensors are "pt": (C, H, W), (N, C, H, W) or (N, F, C, H, W). Arrays are "np": the same with the channels last. A
+    PIL image, a list of them, or a list of such lists (one per video) is accepted too, but is rounded to 8 bits.
+    """
+    if isinstance(output, torch.Tensor):
+        return _check_range(_as_batch(output))
+    if isinstance(output, np.ndarray):
+        return _check_range(_as_batch(torch.from_numpy(output), channels_last=True))
+    if isinstance(output, Image.Image):
+        array = np.asarray(output if output.mode in ("L", "RGB") else output.convert("RGB"))
+        return (torch.from_numpy(array.copy()).float() / 255).reshape(1, *array.shape[:2], -1).movedim(-1, -3)
+    if isinstance(output, Sequence) and not isinstance(output, str) and len(output):
+        return _check_range(torch.cat([_entry_as_batch(entry) for entry in output]))
+    raise ConfigError(f"Images are tensors, arrays or PIL images, not {type(output).__name__}.")
+
+
+def latents_as_images(latents: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Latents as images: `low` becomes 0, `high` becomes 1, and values outside this range stay outside.
+
+    Take both from the reference, so that two sets of latents are measured alike. Packed latents (N, tokens, channels)
+    become images of one channel, videos (N, C, F, H, W) become (N, F, C, H, W).
+    """
+    if not high > low:
+        raise ConfigError(f"Latents need a range: high ({high:g}) must be more than low ({low:g}).")
+    scaled = (latents.detach().float() - low) / (high - low)
+    if scaled.ndim == 3:
+        return scaled[:, None]
+    return scaled.transpose(1, 2) if scaled.ndim == 5 else scaled
+
+
+def _as_batch(values: torch.Tensor, channels_last: bool = False) -> torch.Tensor:
+    """Float images in single precision or better, with a batch dimension and the channels before H and W."""
+    if not values.is_floating_point():
+        raise ConfigError(
+            f"Images of {values.dtype} are rounded; request floats from the pipeline: output_type='pt' or 'np'."
+        )
+    if not 3 <= values.ndim <= 5:
+        raise ConfigError(f"Images have 3 or 4 dimensions, videos 5; this has shape {tuple(values.shape)}.")
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    values = values.movedim(-1, -3) if channels_last else values
+    return values[None] if values.ndim == 3 else values
+
+
+def _entry_as_batch(entry: Any) -> torch.Tensor:
+    """One image or video of a list, as a batch of one."""
+    if isinstance(entry, (list, tuple)):
+        return torch.cat([as_images(frame) for frame in entry])[None]
+    images = as_images(entry)
+    return images if images.ndim == 5 or len(images) == 1 else images[None]
+
+
+def _check_range(images: torch.Tensor) -> torch.Tensor:
+    """Refuse values that are no image in [0, 1]: pixels in [-1, 1] or [0, 255], or latents."""
+    low, high = images.aminmax() if images.numel() else (torch.zeros(()), torch.zeros(()))
+    if low < -1e-3 or high > 1 + 1e-3:
+        raise ConfigError(
+            f"Images are floats in [0, 1], but these range from {low:.3g} to {high:.3g}; "
+            "for latents use latents_as_images."
+        )
+    return images
+
+
+# Summaries.
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a metric is displayed: name, title, unit, direction and number of digits."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    digits: int
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("psnr", "PSNR", "dB", True, 1),
+        Metric("ssim", "SSIM", "", True, 3),
+        Metric("nonwhite_error", "error, nonwhite pixels", "", False, 4),
+        Metric("lpips", "LPIPS", "", False, 4),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean, 10th percentile counted from the bad end, worst value, and number of images.
+
+    Equal images have an infinite PSNR. In a mean with others they count for `PSNR_CAP`; where all are equal, the
+    summary is infinite. In JSON an infinite value is `null`.
+    """
+
+    mean: float
+    p10: float
+    worst: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], higher_is_better: bool = True) -> Self:
+        """The summary of one metric over all images."""
+        if not values:
+            raise ValueError("There is nothing to summarize.")
+        if all(map(math.isinf, values)):
+            return cls(values[0], values[0], values[0], len(values))
+        ordered = sorted((min(v, PSNR_CAP) for v in values), reverse=not higher_is_better)
+        position = 0.1 * (len(ordered) - 1)
+        below = math.floor(position)
+        above = min(below + 1, len(ordered) - 1)
+        p10 = ordered[below] + (position - below) * (ordered[above] - ordered[below])
+        return cls(math.fsum(ordered) / len(ordered), p10, ordered[0], len(ordered))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values = {"mean": self.mean, "p10": self.p10, "worst": self.worst}
+        return {name: finite_or_none(value) for name, value in values.items()} | {"count": self.count}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Back from JSON."""
+        mean, p10, worst = (none_to_infinite(values[name]) for name in ("mean", "p10", "worst"))
+        return cls(mean, p10, worst, int(values["count"]))
+
+
+def finite_or_none(value: float) -> float | None:
+    """The value, with None for infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def none_to_infinite(value: float | None) -> float:
+    """The inverse of `finite_or_none`."""
+    return math.inf if value is None else float(value)
