@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from holdover.base import DiffusionCacheConfig
 from holdover.config import Config, allowed_values, setting
+from holdover.engine.method import NoneConfig
 from holdover.errors import ConfigError
 from holdover.magcache import MagCacheConfig
 from holdover.profiles import measured
-from holdover.runtime.method import NoneConfig
 from holdover.selector import own_config
 from holdover.teacache import TeaCacheConfig
 

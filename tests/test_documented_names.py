@@ -36,6 +36,7 @@ from holdover.cache_dit_backend import (
     Wan22S2VCachedBlocks,
 )
 from holdover.context import CacheContext
+from holdover.engine.backend import BranchStateManager, find_cache
 from holdover.errors import ConfigError, UnsupportedModelError
 from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
 from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
@@ -48,8 +49,6 @@ from holdover.magcache.strategy import (
 )
 from holdover.profiles import shipped
 from holdover.prompt_embed_cache import PromptEmbedCache
-from holdover.runtime.backend import cache_of
-from holdover.runtime.hooks import BranchStates
 from holdover.selector import get_cache_backend
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig, TeaCacheState, register_extractor, unregister_extractor
 from holdover.teacache.hook import TeaCacheHook, apply_teacache_hook
@@ -364,7 +363,7 @@ def test_is_a_dataclass(cls: type) -> None:
     assert dataclasses.is_dataclass(cls)
 
 
-STATES = BranchStates(MagCacheState)
+STATES = BranchStateManager(MagCacheState)
 TEA, MAG, EVERYTHING = TeaCacheConfig(coefficients=[1.0, 0.0]), MagCacheConfig(), DiffusionCacheConfig()
 ATTRIBUTES = [
     (lambda: TeaCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
@@ -663,7 +662,7 @@ def test_a_strategy_given_to_the_hook_is_followed(flux: Any) -> None:
     strategy = DualStreamStrategy(_helpers.TransformerBlockMetadata(1, 0))
     apply_mag_cache_hook(flux.transformer, MagCacheConfig(num_inference_steps=12), strategy)
     generate(flux, 12)
-    assert strategy.calls.count("apply") == cache_of(flux.transformer).stats().held + 1
+    assert strategy.calls.count("apply") == find_cache(flux.transformer).stats().held + 1
     holdover.disable(flux.transformer)
 
 
@@ -706,11 +705,11 @@ def test_apply_mag_cache_hook() -> None:
     net = MODELS[FLUX].build()
     assert apply_mag_cache_hook(net, MagCacheConfig(num_inference_steps=28)) is None
     loop(net, 28)
-    generation = cache_of(net).stats().last
+    generation = find_cache(net).stats().last
     assert generation.trace("1").startswith("CCCh")
     assert generation.held["1"] > 10
     holdover.disable(net)
-    assert cache_of(net) is None
+    assert find_cache(net) is None
 
 
 def test_apply_teacache_hook() -> None:
@@ -720,7 +719,7 @@ def test_apply_teacache_hook() -> None:
     assert apply_teacache_hook(pipe.transformer, config) is None
     plain = PIPELINES["QwenImagePipeline"].build()
     assert not torch.equal(generate(pipe, 20, tiny.name), generate(plain, 20, tiny.name))
-    generation = cache_of(pipe.transformer).stats().last
+    generation = find_cache(pipe.transformer).stats().last
     assert set(generation.branches) == {"cond", "uncond"}
     assert min(generation.held.values()) > 0
     holdover.disable(pipe.transformer)
@@ -764,7 +763,7 @@ def test_teacache_hook_called_by_hand() -> None:
     assert hook.reset_state(net) is net
     assert hook.state_manager.get_state().accumulated_rel_l1_distance == 0
     loop(net, 4, lambda **inputs: hook.new_forward(net, **inputs))
-    assert [g.trace("1") for g in cache_of(net).stats().generations] == ["Chhh", "Chhh"]
+    assert [g.trace("1") for g in find_cache(net).stats().generations] == ["Chhh", "Chhh"]
     holdover.disable(net)
 
 
@@ -773,11 +772,11 @@ def test_teacache_hook_in_diffusers_registry() -> None:
     hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
     HookRegistry.check_if_exists_or_initialize(net).register_hook(hook, "teacache")
     loop(net, 4)
-    assert cache_of(net).stats().held == 3
+    assert find_cache(net).stats().held == 3
 
 
 def block_hooks() -> tuple[MagCacheHeadHook, MagCacheBlockHook]:
-    states = BranchStates(MagCacheState)
+    states = BranchStateManager(MagCacheState)
     return MagCacheHeadHook(states, MAG), MagCacheBlockHook(states, MAG, is_tail=True)
 
 
@@ -918,7 +917,7 @@ def test_an_extractor_of_ones_own(custom: CustomTransformer) -> None:
     apply_teacache_hook(custom, TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
     custom.runs = 0
     outputs = custom_loop(custom)
-    assert cache_of(custom).stats().last.trace("1") == "Chhhh"
+    assert find_cache(custom).stats().last.trace("1") == "Chhhh"
     assert custom.runs == 1
     assert torch.equal(outputs[0], plain[0])
     assert not torch.equal(outputs[-1], plain[-1])

@@ -10,11 +10,11 @@ import holdover
 from holdover.base import CacheBackend, DiffusionCacheConfig
 from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig
 from holdover.config import Config
+from holdover.engine.backend import NoneBackend
+from holdover.engine.method import NoneConfig
 from holdover.errors import ConfigError, NotEnabledError
 from holdover.magcache import MagCacheBackend, MagCacheConfig
 from holdover.plan import PlanBackend, PlanConfig
-from holdover.runtime.backend import NoneBackend
-from holdover.runtime.method import NoneConfig
 from holdover.selector import backend_class, backend_for_config, config_class, get_cache_backend, methods, own_config
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig
 

@@ -13,8 +13,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import holdover
+from holdover.engine.verify import ReplayReport
 from holdover.models.inputs import iter_tensors
-from holdover.runtime.replay import ReplayReport
 from tiny.models import MODELS, TinyModel, transformer_classes, with_timestep
 
 STEPS = 8

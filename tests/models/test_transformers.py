@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
+from holdover.cli.app import app
 from typer.testing import CliRunner
 
 import holdover
-from holdover.cli.app import app
-from holdover.runtime.replay import ReplayReport
+from holdover.engine.verify import ReplayReport
 from holdover.support import support_of, supported
 from models.support_table import (
     MODELS,

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import holdover
+from holdover.engine.parallel import Groups
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.models.registry import get_family
 from holdover.plan.guard import Guard
-from holdover.runtime.ranks import Groups
 from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
 

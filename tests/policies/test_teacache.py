@@ -12,11 +12,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from holdover.engine.signals import relative_change
 from holdover.grid import Grid
 from holdover.policies.base import FIRST, LAST, NOTHING_HELD, OFF
 from holdover.policies.teacache import CHANGED, HELD, RETAINED, Polynomial, TeaCachePolicy
 from holdover.profiles import TeaCacheProfile, shipped
-from holdover.runtime.signals import relative_change
 
 LINE = Polynomial((1.0, 0.0))
 PUBLISHED = shipped("tea_cache")

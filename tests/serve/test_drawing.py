@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from holdover.runtime.backend import NoneBackend
 from PIL import Image
 
 import holdover
 from holdover import selector
 from holdover.base import CacheBackend
 from holdover.errors import ConfigError, HoldoverError
-from holdover.runtime.backend import NoneBackend
 from holdover.serve.choice import Choice, choice
 from holdover.serve.forming import Forming, as_png, decoder_of, to_bytes
 from holdover.serve.model import Painter
@@ -142,8 +142,8 @@ def test_a_backend_with_one_setting_is_exchanged_instead(painter: Painter, monke
 def test_what_was_measured_is_told(tmp_path: Any) -> None:
     import numpy as np
 
-    from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
     from holdover.plan.identity import facts_of
+    from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
     from holdover.serve.known import known_of
 
     pipe = holdover.load("emoji")

@@ -351,8 +351,8 @@ def _unified_blocks(transformer: nn.Module, adapter: BlockAdapter, cls: type[Cac
         found = tuple(each for each in own.values() if {id(block) for block in each} <= wanted)
         if name not in own or sum(map(len, found)) != len(blocks):
             raise UnsupportedModelError(
-                f"{get_module_class(transformer).__name__}.{name} is not a list of blocks that the transformer iterates "
-                "over, so cache-dit cannot replace it."
+                f"{get_module_class(transformer).__name__}.{name} is not a list of blocks that the transformer "
+                "iterates over, so cache-dit cannot replace it."
             )
         sources.append(found)
     adapter.blocks = [[list(blocks) for blocks in adapter.blocks[0]]]

@@ -32,17 +32,17 @@ def calibrate(
     """Measure the constants of all methods on a few uncached images, and write them to a profile."""
     with one_line_errors():
         from .. import calibration
-        from ..calibration.prompts import built_in, from_file
-        from ..profiles.measured import SUFFIX
+        from ..plan.calls import built_in_prompts, prompts_from_file
+        from ..profiles.profile import SUFFIX
 
         if out.suffix != SUFFIX:
             raise ConfigError(f"--out must end in {SUFFIX}, not {out.name!r}.")
         if out.exists():
             raise ConfigError(f"{out} already exists; give another --out.")
         check_positive(num=num)
-        given = None if prompts is None else from_file(prompts)
+        given = None if prompts is None else prompts_from_file(prompts)
         pipe = load_pipeline(model)
-        chosen = (built_in(pipe) if given is None else given)[:num]
+        chosen = (built_in_prompts(pipe) if given is None else given)[:num]
         profile = calibration.calibrate(
             pipe, chosen, steps, guidance_scale=guidance, batch_size=batch_size, seed=seed, store=store, name=out.stem
         )
@@ -53,9 +53,9 @@ def calibrate(
 
 def _print_frontier(profile: Profile) -> None:
     """The PSNR that plans are expected to have at several speed-ups."""
-    from ..tuning.setting import planner_for
+    from ..plan.planner import search_profile
 
-    frontier, steps, offset = planner_for(profile).frontier, len(profile.facts.noise), profile.facts.psnr_offset
+    frontier, steps, offset = search_profile(profile).frontier, len(profile.facts.noise), profile.facts.psnr_offset
     for factor in _SPEED_UPS:
         choice = frontier[max(min(frontier), int(steps / factor))]
         psnr = "" if offset is None else f", expected PSNR {choice.psnr(offset):.0f} dB (10th percentile)"
@@ -86,9 +86,9 @@ def tune(
     """
     with one_line_errors():
         from .. import tuning
-        from ..calibration.prompts import built_in, from_file
         from ..compare import build_frontier_comparison
-        from ..plan.target import Target
+        from ..plan.calls import built_in_prompts, prompts_from_file
+        from ..plan.config import Target
         from ..profiles import Profile
         from ..report import Prediction
         from .generation import run_and_report
@@ -97,9 +97,9 @@ def tune(
         check_positive(num=num, report_prompts=report_prompts)
         folder, page = _report_paths(report) if report is not None else (None, None)
         measured = Profile.load(profile)
-        given = None if prompts is None else from_file(prompts)
+        given = None if prompts is None else prompts_from_file(prompts)
         pipe: Any = load_pipeline(model)
-        chosen = (built_in(pipe)[measured.facts.prompts :] if given is None else given)[:num]
+        chosen = (built_in_prompts(pipe)[measured.facts.prompts :] if given is None else given)[:num]
         found = tuning.tune(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size)
         found.profile.save(profile)
         prediction = Prediction.of(found, target)

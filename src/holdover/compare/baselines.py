@@ -19,10 +19,10 @@ from diffusers import (
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import nn
 
+from ..engine.backend import find_transformers
 from ..errors import ConfigError
-from ..plan.schedules import uniform
+from ..plan.search import uniform
 from ..profiles import Profile
-from ..runtime.backend import transformers_of
 from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips
 
 # A second-order solver for fewer steps.
@@ -92,7 +92,7 @@ def diffusers_cache(label: str, config: Callable[[], Any], series: str = "") -> 
 
     @contextmanager
     def context(pipe: Any) -> Iterator[Callable[[], Strips] | None]:
-        transformers = list(transformers_of(pipe).values())
+        transformers = list(find_transformers(pipe).values())
         with ExitStack() as stack:
             for transformer in transformers:
                 stack.enter_context(_enable_diffusers_cache(transformer, config()))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..calibration.calls import keywords_of
 from ..errors import ConfigError, did_you_mean
+from ..plan.calls import keywords_of
 from .spec import Comparison
 
 _PACKAGES = ("holdover", "torch", "diffusers", "transformers", "cache-dit")

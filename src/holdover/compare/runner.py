@@ -14,9 +14,9 @@ import torch
 
 from ..api import enable
 from ..base import CacheBackend
+from ..engine.backend import find_cache
 from ..errors import ConfigError, HoldoverError
 from ..metrics import SSIM_WINDOW, as_images, each, latents_as_images, lpips, lpips_missing, nonwhite_error, psnr, ssim
-from ..runtime.backend import cache_of
 from .baselines import to_second_order
 from .generation import check_arguments, check_clock, describe_environment, generate_images, warm_up
 from .results import Folder, Results, Row
@@ -49,7 +49,7 @@ def compare(
     Candidates can be added to a comparison in a folder. Where its other settings, the model, the device or the versions
     differ, a ConfigError is raised. A candidate that fails becomes a row with the error, and is tried again next time.
     """
-    if cache_of(pipe) is not None:
+    if find_cache(pipe) is not None:
         raise ConfigError("There is a cache on this pipeline; disable it before comparing.")
     check_arguments(pipe, spec)
     check_clock(pipe, spec)
