@@ -24,7 +24,7 @@ from torch import Tensor
 import holdover
 
 from .report import provenance, save, table
-from .speed.floors import shortened
+from .speed.loop import keep_first_blocks
 
 STEPS = 28
 EVERY = 4
@@ -108,7 +108,7 @@ def measure(repeats: int) -> dict[str, Any]:
     pipe = pipeline()
     pipe()
     plain = by_kind(pipe, "C" * STEPS, repeats)["C"]
-    with shortened(pipe.transformer, 0):
+    with keep_first_blocks(pipe.transformer, 0):
         live = by_kind(pipe, "C" * STEPS, repeats)["C"]
     figures: dict[str, Any] = {"plain_us": plain, "live_us": live, "methods": {}}
     for label, (method, settings) in METHODS.items():

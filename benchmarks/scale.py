@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from . import RESULTS
-from .speed.table import table
+from .speed.table import markdown_table
 
 WANTED = 10_000_000
 DAY = 86_400
@@ -35,7 +35,9 @@ def cards(path: Path = RESULTS / "speed.json", model: str = "flux") -> str:
     named = {f"{row['by']} {row['label']}".strip(): row for row in rows}
     head = ("method", "seconds a picture", "pictures a day on one card", "cards for the mean", "cards for the peak")
     what = f"{rows[0]['title']}, {rows[0]['shape']}, {rows[0]['steps']} steps, {figures['runs'][0]['card']}:"
-    return f"{what}\n\n{table(head, [_card(name, named[name]['seconds']) for name in METHODS if name in named])}"
+    return (
+        f"{what}\n\n{markdown_table(head, [_card(name, named[name]['seconds']) for name in METHODS if name in named])}"
+    )
 
 
 def _card(name: str, loop: float) -> list[str]:
@@ -59,7 +61,7 @@ def replicas(path: Path = RESULTS / "ray.json") -> str:
         else ""
     )
     png = f"\n\nA PNG of 1024x1024 takes the ingress {found['png_cpu_s']:.2f} s of one core at most."
-    return f"{table(('replicas', 'pictures a second', 'p50, s', 'p95, s'), rows)}\n\n{said}{load}{png}"
+    return f"{markdown_table(('replicas', 'pictures a second', 'p50, s', 'p95, s'), rows)}\n\n{said}{load}{png}"
 
 
 def machine(path: Path = RESULTS / "serve.json") -> str:

@@ -28,7 +28,7 @@ from tiny.models import MODELS, with_timestep
 
 from . import RESULTS
 from .report import provenance, save, table
-from .speed.floors import shortened
+from .speed.loop import keep_first_blocks
 
 SOURCE = Path(holdover.__file__).parent
 TINY = MODELS["FluxTransformer2DModel"]
@@ -174,7 +174,7 @@ def measure_passthrough(model: Any, generations: int) -> dict[str, float]:
     forward, trace = forwards(model), "C" * STEPS
     with passthrough(model):
         found = {"all_blocks_us": time_forwards(lambda: None, forward, trace, generations)["C"]}
-        with shortened(model, 0):
+        with keep_first_blocks(model, 0):
             found["no_blocks_us"] = time_forwards(lambda: None, forward, trace, generations)["C"]
     return found
 
