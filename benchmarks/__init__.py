@@ -1,4 +1,4 @@
-"""Run from the root of the repository, `python -m benchmarks.soak`; the models are the tiny ones of the tests."""
+"""Benchmarks, run from the root of the repository: `python -m benchmarks.soak`. Tiny models come from tests/tiny."""
 
 import sys
 from pathlib import Path

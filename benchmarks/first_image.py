@@ -1,7 +1,7 @@
-"""How long a newcomer waits: load the model in the box and draw one picture, `python -m benchmarks.first_image`.
+"""Time to the first image in a new process, with the built-in model: `python -m benchmarks.first_image`.
 
-Each turn is a process of its own, with one thread and with two; the clock starts before anything is imported. The
-median of the turns counts; the quickest and the processor's time are given too, for machines with other work.
+Each turn is a new process, with one thread and with two; the clock starts before anything is imported. Reported are
+the median of the turns, the fastest turn, and CPU time, for machines with other work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ print(json.dumps({{"import": imported - begin, "load": loaded - imported, "draw"
 
 
 def turn(threads: int) -> dict[str, float]:
-    """Seconds to import, to load and to draw, in a process of its own."""
+    """Seconds to import, to load and to generate, in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(threads)],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -48,7 +48,7 @@ def turn(threads: int) -> dict[str, float]:
 
 
 def measure(threads: int, repeats: int) -> dict[str, Any]:
-    """The median and the quickest of several turns."""
+    """The median and the fastest of several turns."""
     turns = [turn(threads) for _ in range(repeats)]
     parts = {part: round(statistics.median(seconds[part] for seconds in turns), 2) for part in turns[0]}
     from_load = [seconds["load"] + seconds["draw"] for seconds in turns]
@@ -61,7 +61,7 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_image", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What a step costs the host: computed and held steps of a FLUX with all its 57 blocks and next to no width.
+"""Host time of computed and held steps of a FLUX with all 57 blocks and a width of 8: `python -m benchmarks.host`.
 
-At this width nothing but Python and the calls into torch is left, which is what a GPU waits for where the host has no
-lead. Microseconds are CPU time of one thread for a whole step: transformer and scheduler. `python -m benchmarks.host`
-measures, `--profile tea_cache` shows where the time of held steps goes.
+At this width only Python and the calls into torch are left, which is what a GPU waits for when the host is slower than
+it. Microseconds are CPU time of one thread for a whole step: transformer and scheduler. `--profile tea_cache` shows
+where the time of held steps goes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 import holdover
 
 from .report import provenance, save, table
-from .speed.floors import shortened
+from .speed.loop import keep_first_blocks
 
 STEPS = 28
 EVERY = 4
@@ -34,7 +34,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
         "mag_cache",
         {"mag_ratios": [1.0], "mag_threshold": 1e9, "mag_max_skip_steps": EVERY - 1, "mag_retention_ratio": 0.0},
     ),
-    # A polynomial of 1 everywhere adds 1 a step; the signal is still computed and read at every step.
+    # A constant polynomial adds 1 per step; the signal is still computed and read at every step.
     "tea_cache": ("tea_cache", {"coefficients": (0.0, 1.0), "rel_l1_thresh": EVERY - 0.5}),
     "tea_cache, read late": ("tea_cache", {"coefficients": (0.0, 1.0), "rel_l1_thresh": EVERY - 0.5, "read": "late"}),
     "plan": ("plan", {"schedule": tuple(range(0, STEPS, EVERY)), "predictor": "newton"}),
@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def flux() -> Any:
-    """FLUX.1 of 19 + 38 blocks and width 8."""
+    """FLUX.1 with 19 + 38 blocks and a width of 8."""
     torch.manual_seed(0)
     sizes = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 8, "num_attention_heads": 1}
     inputs = {"joint_attention_dim": 8, "pooled_projection_dim": 8, "in_channels": 4, "axes_dims_rope": (2, 2, 4)}
@@ -55,7 +55,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 
 @dataclass
 class Pipeline:
-    """The transformer, a scheduler and the loop between them."""
+    """A minimal pipeline: a transformer, a scheduler, and the denoising loop."""
 
     transformer: Any
     scheduler: Any
@@ -66,7 +66,7 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, around: Callable[[int], Any] | None = None) -> list[float]:
-        """One generation; the seconds of each step."""
+        """Run one generation; returns the seconds of each step."""
         fixed = {
             "encoder_hidden_states": noise(1, 4, 8, seed=1),
             "pooled_projections": noise(1, 8, seed=2),
@@ -92,8 +92,8 @@ def pipeline() -> Pipeline:
     return Pipeline(flux(), diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
 
 
-def by_kind(pipe: Pipeline, trace: str, repeats: int) -> dict[str, float]:
-    """Microseconds of a typical step of each kind: the median of a generation, in the quietest of several."""
+def time_steps(pipe: Pipeline, trace: str, repeats: int) -> dict[str, float]:
+    """Microseconds of a computed and a held step: the median of a generation, the least of several generations."""
     turns = [pipe()[1:] for _ in range(repeats)]
     kinds = sorted(set(trace[1:]))
     return {kind: round(1e6 * min(_median(turn, trace[1:], kind) for turn in turns), 1) for kind in kinds}
@@ -104,23 +104,23 @@ def _median(seconds: Sequence[float], trace: str, kind: str) -> float:
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Every method, the plain model, and the plain model without its blocks, which is what a held step must run."""
+    """Every method, the plain model, and the plain model without blocks, which is what a held step has to run."""
     pipe = pipeline()
     pipe()
-    plain = by_kind(pipe, "C" * STEPS, repeats)["C"]
-    with shortened(pipe.transformer, 0):
-        live = by_kind(pipe, "C" * STEPS, repeats)["C"]
+    plain = time_steps(pipe, "C" * STEPS, repeats)["C"]
+    with keep_first_blocks(pipe.transformer, 0):
+        live = time_steps(pipe, "C" * STEPS, repeats)["C"]
     figures: dict[str, Any] = {"plain_us": plain, "live_us": live, "methods": {}}
     for label, (method, settings) in METHODS.items():
         with holdover.enable(pipe, method, **settings) as cache:
             pipe()
-            found = by_kind(pipe, cache.stats().generations[-1].trace(BRANCH), repeats)
+            found = time_steps(pipe, cache.stats().generations[-1].trace(BRANCH), repeats)
         figures["methods"][label] = {"computed_us": found["C"], "held_us": found["h"]}
     return figures
 
 
 def profile(label: str, generations: int, lines: int) -> None:
-    """Where the host time of held steps goes, by a function's own time."""
+    """Print where the host time of held steps goes, by own time per function."""
     pipe, (method, settings) = pipeline(), METHODS[label]
     profiler = cProfile.Profile(time.thread_time)
     with holdover.enable(pipe, method, **settings) as cache:
@@ -139,11 +139,11 @@ def profile(label: str, generations: int, lines: int) -> None:
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=12, help="generations of each kind")
+    parser.add_argument("--repeats", type=int, default=12, help="generations per method")
     parser.add_argument("--profile", choices=sorted(METHODS), default=None, help="profile held steps instead")
-    parser.add_argument("--lines", type=int, default=15, help="lines of the profile")
+    parser.add_argument("--lines", type=int, default=15, help="lines of the profile to print")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.profile is not None:
@@ -153,7 +153,7 @@ def main() -> None:
     save("host", provenance() | {"steps": STEPS, "repeats": options.repeats} | figures)
     rows = [[label, m["computed_us"], m["held_us"]] for label, m in figures["methods"].items()]
     base = [["plain", figures["plain_us"], ""], ["no blocks", "", figures["live_us"]]]
-    print(table([["us a step", "computed", "held"], *base, *rows]))
+    print(table([["us per step", "computed", "held"], *base, *rows]))
     print(json.dumps(figures))
 
 

@@ -1,6 +1,6 @@
-"""What importing holdover costs beside torch and diffusers: `python -m benchmarks.import_time`.
+"""Import time of holdover, relative to torch and diffusers: `python -m benchmarks.import_time`.
 
-Each statement runs in processes of its own, in turns; the best CPU time counts, less that of a bare interpreter.
+Each statement runs in separate processes, in turns; reported is the least CPU time minus that of a bare interpreter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LISTS_HEAVY = "; import sys; print([m for m in ('torch', 'diffusers') if m in sy
 
 
 def seconds(statement: str) -> float:
-    """The CPU time of a process that runs this and nothing else."""
+    """The CPU time of a process that runs only this statement."""
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", statement], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -35,7 +35,7 @@ def seconds(statement: str) -> float:
 
 
 def heavy_modules(statement: str) -> list[str]:
-    """Which of torch and diffusers the statement imports; it may exit, as a command does."""
+    """Which of torch and diffusers the statement imports; it may exit as a command does."""
     ran = f"try:\n {statement}\nexcept SystemExit: pass\n{LISTS_HEAVY[2:]}"
     output = subprocess.run([sys.executable, "-c", ran], check=True, capture_output=True, text=True).stdout
     listed: list[str] = json.loads(output.splitlines()[-1].replace("'", '"'))
@@ -43,7 +43,7 @@ def heavy_modules(statement: str) -> list[str]:
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """The best time of each statement."""
+    """The least time of each statement."""
     best = dict.fromkeys(STATEMENTS, float("inf"))
     for _ in range(repeats):
         for name, statement in STATEMENTS.items():
@@ -61,7 +61,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.import_time", description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()

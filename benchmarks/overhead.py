@@ -1,7 +1,7 @@
-"""What holdover costs on the host: a held forward beside a computed one, and what a computed one pays extra.
+"""Host time that holdover adds to computed forwards, and that held forwards take: `python -m benchmarks.overhead`.
 
-Tiny models on one CPU thread, where the host's work weighs most. Seconds are CPU time of that thread, so that a shared
-machine disturbs them less; what is compared takes turns on the same weights. `python -m benchmarks.overhead`.
+Uses tiny models on one CPU thread, where host time matters most. Seconds are CPU time of that thread, so that a shared
+machine disturbs them less; everything that is compared takes turns on the same weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tiny.pipelines_image import FLUX_FLOW, flow, model, noise, pipeline
 from .report import provenance, save, table
 
 STEPS = 28
-SEAMLESS = 1e9  # a threshold that nothing passes
+UNREACHED = 1e9  # a threshold that is never reached
 Build = Callable[[], Any]
 Call = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method on a model, set so that it computes as little as it may; `threshold` at 0 makes it compute all."""
+    """A method on a model, set to compute as few steps as possible; with `threshold` at 0 it computes all."""
 
     name: str
     build: Build
@@ -46,7 +46,7 @@ class Case:
 
 
 def small_flux() -> Any:
-    """FLUX of 4 + 8 blocks and width 128."""
+    """FLUX with 4 + 8 blocks and a width of 128."""
     sizes = {"num_layers": 4, "num_single_layers": 8, "attention_head_dim": 32, "num_attention_heads": 4}
     text = {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (8, 12, 12)}
     transformer = model(diffusers.FluxTransformer2DModel, **sizes, **text, in_channels=16, guidance_embeds=True)
@@ -80,8 +80,8 @@ def cases() -> list[Case]:
     ]
 
 
-class Timed:
-    """Stands in for a pipeline's transformer and times its forwards from outside."""
+class TimedTransformer:
+    """Wraps a pipeline's transformer and times its forwards from outside."""
 
     def __init__(self, transformer: nn.Module) -> None:
         self._transformer = transformer
@@ -98,18 +98,18 @@ class Timed:
 
 
 @contextmanager
-def timed(pipe: Any) -> Iterator[Timed]:
-    """Time the forwards of the generations inside; put on past the pipeline's own __setattr__."""
+def timed(pipe: Any) -> Iterator[TimedTransformer]:
+    """Time the forwards of generations in this context; bypasses the pipeline's own __setattr__."""
     transformer = pipe.transformer
-    vars(pipe)["transformer"] = stand_in = Timed(transformer)
+    vars(pipe)["transformer"] = wrapper = TimedTransformer(transformer)
     try:
-        yield stand_in
+        yield wrapper
     finally:
         vars(pipe)["transformer"] = transformer
 
 
 def generation(pipe: Any, call: Call) -> tuple[list[float], float]:
-    """The seconds of each forward of one generation, and of all of it."""
+    """Run one generation; returns the seconds of each forward, and of the whole generation."""
     with timed(pipe) as transformer:
         begin = time.thread_time()
         run(pipe, **call())
@@ -118,7 +118,7 @@ def generation(pipe: Any, call: Call) -> tuple[list[float], float]:
 
 @contextmanager
 def without_blocks(transformer: nn.Module) -> Iterator[None]:
-    """Empty lists of blocks for a while: what is left runs on every held step, whoever holds it."""
+    """Empty the block lists, and restore them at the end: what is left runs on every held step under any method."""
     lists = {name: child for name, child in transformer.named_children() if isinstance(child, nn.ModuleList)}
     for name in lists:
         setattr(transformer, name, nn.ModuleList())
@@ -130,9 +130,9 @@ def without_blocks(transformer: nn.Module) -> Iterator[None]:
 
 
 def turn(case: Case, pipe: Any) -> dict[str, tuple[float, float]]:
-    """One generation of each kind on the same weights: its median forward, and all of it by the forward."""
+    """One generation of each kind on the same weights: its median forward, and its total time per forward."""
     times = {"plain": _typical(*generation(pipe, case.call))}
-    for kind, threshold in (("computed", 0.0), ("held", SEAMLESS)):
+    for kind, threshold in (("computed", 0.0), ("held", UNREACHED)):
         with holdover.enable(pipe, case.method, **case.settings | {case.threshold: threshold}) as cache:
             generation(pipe, case.call)  # traces and checks
             seconds, whole = generation(pipe, case.call)
@@ -164,7 +164,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def figures_of(times: dict[str, float]) -> dict[str, Any]:
-    """What four times of a forward say."""
+    """The figures that follow from the times of four kinds of forward."""
     return {
         "forward_ms": {kind: round(seconds * 1e3, 4) for kind, seconds in times.items()},
         "held_over_plain": round(times["held"] / times["plain"], 4),
@@ -179,7 +179,7 @@ def micro(seconds: float) -> float:
 
 
 def first_extra(case: Case, pipe: Any, repeats: int = 9) -> float:
-    """What the first forward after `enable` takes beyond a usual one, in usual ones: the trace and the replay check."""
+    """Extra time of the first forward after `enable` (trace and replay check), in usual forwards."""
     extra = []
     for _ in range(repeats):
         with holdover.enable(pipe, case.method, **case.settings | {case.threshold: 0.0}):
@@ -189,9 +189,9 @@ def first_extra(case: Case, pipe: Any, repeats: int = 9) -> float:
 
 
 def profile(case: Case, generations: int = 20) -> None:
-    """Where the host time of held forwards goes."""
+    """Print where the host time of held forwards goes."""
     pipe = case.build()
-    with holdover.enable(pipe, case.method, **case.settings | {case.threshold: SEAMLESS}):
+    with holdover.enable(pipe, case.method, **case.settings | {case.threshold: UNREACHED}):
         run(pipe, **case.call())
         profiler = cProfile.Profile(time.thread_time)
         for _ in range(generations):
@@ -201,9 +201,9 @@ def profile(case: Case, generations: int = 20) -> None:
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20, help="turns in each case")
+    parser.add_argument("--repeats", type=int, default=20, help="turns per case")
     parser.add_argument(
         "--profile", type=int, default=None, metavar="CASE", help="profile this case (0, 1, ...) instead"
     )
@@ -215,7 +215,7 @@ def main() -> None:
     measured = [measure(case, options.repeats) for case in cases()]
     figures = provenance() | {"steps": STEPS, "repeats": options.repeats, "cases": measured}
     save("overhead_cpu", figures)
-    head = ["ms a forward", "plain", "computed", "added us", "held", "live", "held/plain", "first, forwards"]
+    head = ["ms per forward", "plain", "computed", "added us", "held", "live", "held/plain", "first, forwards"]
     rows = [
         [
             c["case"],

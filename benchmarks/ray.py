@@ -1,9 +1,9 @@
-"""What a second replica adds: pictures a second with one replica and with two, of the model in the box.
+"""Throughput with one replica and with two on Ray Serve, with the built-in model: `python -m benchmarks.ray`.
 
-One Ray cluster on this machine has two applications, one with a replica and one with two, each replica on one thread of
-the processor. They take turns under the same load, so that a busy machine disturbs both; the ratio is that of all their
-turns, its range that of single ones. Client, HTTP and Ray need processor time too: two replicas on two cores cannot
-double. `python -m benchmarks.ray`.
+One Ray cluster on this machine has two applications, one with one replica and one with two; each replica has one CPU
+thread. They take turns under the same load, so that a busy machine disturbs both; the ratio is that of all turns
+together, its range that of single turns. The client, HTTP and Ray need CPU time too, so that two replicas on two cores
+cannot double the throughput.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cluster(max_batch: int) -> Iterator[dict[int, Server]]:
 
 
 def measure(to: dict[int, Server], clients: int, requests: int, steps: int, turns: int) -> dict[str, Any]:
-    """One replica and two in turns under the same load."""
+    """One and two replicas in turns under the same load."""
     loads, ratios = {count: Load() for count in REPLICAS}, []
     for _ in range(turns):
         before = {count: load.seconds for count, load in loads.items()}
@@ -66,7 +66,7 @@ def measure(to: dict[int, Server], clients: int, requests: int, steps: int, turn
 
 
 def png_seconds() -> float:
-    """Processor time of one PNG of 1024x1024, of noise, which takes the longest."""
+    """CPU seconds to encode one PNG of 1024x1024 noise, the slowest image to encode."""
     noise = torch.randint(256, (3, 1024, 1024), dtype=torch.uint8)
     begin = time.process_time()
     as_png(noise, (1024, 1024))
@@ -74,12 +74,12 @@ def png_seconds() -> float:
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps of each picture, with guidance")
-    parser.add_argument("--turns", type=int, default=4, help="turns of one replica and two")
-    parser.add_argument("--requests", type=int, default=12, help="pictures of a turn")
-    parser.add_argument("--clients", type=int, default=4, help="clients that ask at the same time")
+    parser.add_argument("--steps", type=int, default=20, help="steps per image, with guidance")
+    parser.add_argument("--turns", type=int, default=4, help="turns of one and two replicas")
+    parser.add_argument("--requests", type=int, default=12, help="images per turn")
+    parser.add_argument("--clients", type=int, default=4, help="concurrent clients")
     options = parser.parse_args()
     load = round(os.getloadavg()[0], 2)
     with cluster(max_batch=1) as to:
@@ -97,8 +97,8 @@ def main() -> None:
 def shown(found: dict[str, Any]) -> str:
     """The result as a table."""
     rows = [list(row.values()) for row in found["rows"]]
-    head = ["replicas", "requests", "pictures/s", "p50 s", "p95 s"]
-    return f"{table([head, *rows])}\nspeed-up {found['speed_up']}, by turn {found['by_turn']}"
+    head = ["replicas", "requests", "images/s", "p50 s", "p95 s"]
+    return f"{table([head, *rows])}\nspeedup {found['speed_up']}, by turn {found['by_turn']}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every result file says beside its figures, and how it is written and shown."""
+"""Provenance of a result, its JSON file, and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from . import RESULTS
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux gives it, else as Python does."""
+    """The name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def provenance(threads: int = 1) -> dict[str, Any]:
-    """When, where and with which versions a figure was measured."""
+    """Date, processor, threads and versions of a measurement."""
     packages = ("holdover", "torch", "diffusers", "transformers", "peft")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -41,7 +41,7 @@ def save(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Rows in columns, the first row being the head; the first column is of words, the others of figures."""
+    """Rows in columns; the first row is the head, the first column is left-aligned, the others right-aligned."""
     cells = [[f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(

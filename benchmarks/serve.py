@@ -1,9 +1,8 @@
-"""What the server delivers: pictures a second and times to the answer, uncached and cached, for 1, 4 and 16 clients.
+"""Throughput and latency of the server, uncached and cached, for 1, 4 and 16 clients: `python -m benchmarks.serve`.
 
-One server process with the model in the box, driven over loopback; uncached and cached take turns within one run, so
-that a busy machine disturbs both. What is left of the steps saved is the ratio of throughputs over the ratio of
-computed forwards; the same from the server's processor time does not see other work on the machine.
-`python -m benchmarks.serve`.
+One server process with the built-in model serves clients over loopback; uncached and cached requests take turns, so
+that a busy machine disturbs both. `kept` is the ratio of throughputs divided by the ratio of computed forwards;
+`kept_of_cpu`, the same ratio of CPU times, is not affected by other work on the machine.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ SUBJECTS = ("red apple", "rocket", "pizza", "cat with sunglasses", "cactus", "gh
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, and its process."""
+    """The address and the process of a server."""
 
     url: str
     process: psutil.Process
 
     def cpu(self) -> float:
-        """Processor time so far."""
+        """CPU seconds so far."""
         times = self.process.cpu_times()
         return times.user + times.system
 
 
 @contextmanager
 def server(*flags: str) -> Iterator[Server]:
-    """A server on a free port, on one thread of the processor."""
+    """A server on a free port, with one CPU thread."""
     program = Path(sys.executable).with_name("holdover")
     with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -74,7 +73,7 @@ def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
     raise SystemExit(log.read_text())
 
 
-def drawn(client: httpx.Client, seed: int, steps: int, cache: dict[str, Any]) -> tuple[float, int]:
+def request_image(client: httpx.Client, seed: int, steps: int, cache: dict[str, Any]) -> tuple[float, int]:
     """Seconds to the answer, and the forwards that were computed."""
     asked = {"prompt": f"{SUBJECTS[seed % 6]}, glossy 3d style", "steps": steps, "seed": seed, "cache": cache}
     begin = time.monotonic()
@@ -85,7 +84,7 @@ def drawn(client: httpx.Client, seed: int, steps: int, cache: dict[str, Any]) ->
 
 @dataclass
 class Load:
-    """What one kind of request brought, over all turns."""
+    """Latencies and totals of one kind of request, over all turns."""
 
     answers: list[tuple[float, int]] = field(default_factory=list)
     seconds: float = 0.0
@@ -104,7 +103,7 @@ class Load:
 
 
 def drive(to: Server, clients: int, requests: int, request: tuple[int, dict[str, Any]], into: Load) -> None:
-    """So many clients, each asking for the next picture as soon as it has one."""
+    """Send requests from that many clients, each sending the next one as soon as it has an image."""
     seeds, lock = iter(range(requests)), threading.Lock()
 
     def follow() -> None:
@@ -114,7 +113,7 @@ def drive(to: Server, clients: int, requests: int, request: tuple[int, dict[str,
                     seed = next(seeds, None)
                 if seed is None:
                     return
-                into.answers.append(drawn(client, seed, *request))
+                into.answers.append(request_image(client, seed, *request))
 
     threads = [threading.Thread(target=follow) for _ in range(clients)]
     begin, cpu = time.monotonic(), to.cpu()
@@ -127,7 +126,7 @@ def drive(to: Server, clients: int, requests: int, request: tuple[int, dict[str,
 
 
 def measure(to: Server, clients: int, requests: int, steps: int, turns: int) -> dict[str, Any]:
-    """Uncached and cached in turns under the same load."""
+    """Uncached and cached requests in turns under the same load."""
     loads = {name: Load() for name in CACHES}
     for _ in range(turns):
         for name, cache in CACHES.items():
@@ -146,11 +145,11 @@ def measure(to: Server, clients: int, requests: int, steps: int, turns: int) -> 
 
 
 def main() -> None:
-    """Measure, write the result, print it."""
+    """Measure, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps of each picture, with guidance")
-    parser.add_argument("--turns", type=int, default=2, help="turns of uncached and cached")
-    parser.add_argument("--max-batch", type=int, default=4, help="pictures that the server draws together")
+    parser.add_argument("--steps", type=int, default=20, help="steps per image, with guidance")
+    parser.add_argument("--turns", type=int, default=2, help="turns of uncached and cached requests")
+    parser.add_argument("--max-batch", type=int, default=4, help="images per batch in the server")
     options = parser.parse_args()
     with server("--max-batch", str(options.max_batch)) as to:
         for cache in CACHES.values():
@@ -166,7 +165,7 @@ def main() -> None:
 def shown(rows: list[dict[str, Any]]) -> str:
     """The result as a table."""
     keys = ("images_per_second", "p50", "p95", "cpu_seconds_per_image", "computed")
-    head = ["clients", "", "pictures/s", "p50 s", "p95 s", "cpu s", "forwards", "speed-up", "of step ratio", "by cpu"]
+    head = ["clients", "", "images/s", "p50 s", "p95 s", "cpu s", "forwards", "speedup", "of step ratio", "by cpu"]
     cells: list[list[object]] = []
     for row in rows:
         cells.append([row["clients"], "uncached", *(row["uncached"][key] for key in keys), "", "", ""])

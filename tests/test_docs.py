@@ -249,7 +249,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path) -> None:
         [*build, "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,11 +8,12 @@ import gc
 import inspect
 import pickle
 import string
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -783,14 +784,28 @@ def at_once(count: int, call: Callable[[], Any]) -> list[Any]:
         except RuntimeError as error:
             return error
 
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count), timeout=30))
+    with ThreadPoolExecutor(count, thread_name_prefix="at_once") as pool:
+        return list(pool.map(run, range(count), timeout=300))
+
+
+def until_waiting(count: int) -> None:
+    """Return when so many of the threads wait for the result of the one that encodes."""
+    until = time.monotonic() + 120
+    while sum(map(is_waiting, threading.enumerate())) < count and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0) if thread.name.startswith("at_once") else None
+    while frame is not None and frame.f_code is not Future.result.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_equal_calls_at_once_encode_once() -> None:
     pipeline = Pipeline()
     cache = installed(pipeline)
-    pipeline.text_encoder.during = lambda: time.sleep(0.2)
+    pipeline.text_encoder.during = lambda: until_waiting(7)
     results = at_once(8, lambda: pipeline.encode_prompt("a"))
     assert pipeline.text_encoder.calls == 1
     assert counts(cache) == (7, 1, 0)
@@ -802,7 +817,7 @@ def test_different_calls_at_once_do_not_wait_for_each_other() -> None:
     pipeline, prompts = Pipeline(), iter("ab")
     installed(pipeline)
     together = threading.Barrier(2)  # passes only if both encode at the same time
-    pipeline.text_encoder.during = lambda: together.wait(10)
+    pipeline.text_encoder.during = lambda: together.wait(120)
     results = at_once(2, lambda: pipeline.encode_prompt(next(prompts)))
     assert not any(isinstance(result, Exception) for result in results)
 
@@ -810,7 +825,7 @@ def test_different_calls_at_once_do_not_wait_for_each_other() -> None:
 def test_equal_calls_at_once_share_a_result_too_large_to_store() -> None:
     pipeline = Pipeline()
     cache = installed(pipeline, max_bytes=1)
-    pipeline.text_encoder.during = lambda: time.sleep(0.2)
+    pipeline.text_encoder.during = lambda: until_waiting(3)
     results = at_once(4, lambda: pipeline.encode_prompt("a"))
     assert all(same(result, results[0]) for result in results)
     assert pipeline.text_encoder.calls == 1
@@ -823,7 +838,7 @@ def test_when_the_encoding_call_raises_those_who_wait_try_themselves() -> None:
 
     def fail_once() -> None:
         calls = pipeline.text_encoder.calls
-        time.sleep(0.2)
+        until_waiting(4 - calls)
         if calls == 1:
             raise RuntimeError("out of luck")
 

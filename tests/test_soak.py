@@ -1,4 +1,4 @@
-"""The soak run of benchmarks/soak, short: living pipelines leave nothing behind and draw what fresh ones draw."""
+"""A short soak run: long-lived pipelines leave nothing behind and generate what fresh ones generate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.soak.plan import RESIDENT, Record, State, make_plan
-from benchmarks.soak.soak import soak
+from benchmarks.soak.run import soak
 
 
 def test_a_short_soak_run_leaves_nothing_behind_and_equals_fresh_processes() -> None:
@@ -22,7 +22,7 @@ def test_a_short_soak_run_leaves_nothing_behind_and_equals_fresh_processes() -> 
     assert outcome.faults() == []
 
 
-def test_a_plan_is_settled_by_its_seed_and_survives_json() -> None:
+def test_a_plan_is_fixed_by_its_seed_and_survives_json() -> None:
     plan = make_plan(100, seed=1)
     assert plan == make_plan(100, seed=1) != make_plan(100, seed=2)
     assert [Record.from_json(record.as_json()) for record in plan] == plan
@@ -41,10 +41,10 @@ def test_a_plan_has_every_kind_of_event() -> None:
     assert all(r.abort is None for r in plan if r.compare)
 
 
-def test_the_straight_way_to_a_picture_leaves_out_the_detours() -> None:
+def test_a_record_without_detours_generates_the_same_image() -> None:
     cache = {"method": "tea_cache", "settings": {"rel_l1_thresh": 0.2, "coefficients": [1.0, 0.0]}}
     record = Record(0, "FluxPipeline", 8, 0, state=State(cache), again=True, refresh=True)
-    assert record.alone().state == State(cache)
-    assert Record(0, "FluxPipeline", 8, 0, state=State(cache), override={}).alone().state == State()
-    other = Record(0, "FluxPipeline", 8, 0, state=State(cache), override={"rel_l1_thresh": 0.5}).alone()
+    assert record.without_detours().state == State(cache)
+    assert Record(0, "FluxPipeline", 8, 0, state=State(cache), override={}).without_detours().state == State()
+    other = Record(0, "FluxPipeline", 8, 0, state=State(cache), override={"rel_l1_thresh": 0.5}).without_detours()
     assert other.state.cache == {"method": "tea_cache", "settings": {"rel_l1_thresh": 0.5, "coefficients": [1.0, 0.0]}}

@@ -1,1 +1,1 @@
-"""How near cached pictures stay to the uncached ones: plans, their peers and fewer steps, on the model in the box."""
+"""How close cached images stay to uncached ones: plans, other methods and fewer steps, on the built-in model."""

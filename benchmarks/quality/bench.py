@@ -1,11 +1,12 @@
-"""The pictures of the test prompts in any way they can be drawn, against the uncached ones of the same seeds."""
+"""The sizes of the benchmark, the methods it enables, and the built-in model that generates the test images."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -13,17 +14,191 @@ from typing import Any
 
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from torch import Tensor
 
 import holdover
+from holdover.compare import SecondOrderScheduler
 from holdover.metrics import Summary, psnr, ssim
 from holdover.profiles import Profile
 
-from .scale import Scale
-from .ways import Way, uncached
+# How much is measured
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured. Budgets are computed steps; only other methods are measured at those in `beyond`."""
+
+    prompts: int = 128
+    batch: int = 64
+    steps: int = 50
+    budgets: tuple[int, ...] = (6, 8, 10, 12, 15, 20, 25)
+    beyond: tuple[int, ...] = (32,)
+    fewer_steps: int = 28
+    fewer_budgets: tuple[int, ...] = (6, 8, 10, 14)
+    judged: tuple[int, int] = (8, 20)
+    probed: tuple[int, ...] = (10, 15)
+    other_steps: tuple[tuple[int, tuple[int, ...]], ...] = ((28, (10, 15)), (20, (10, 15)))
+    generations: tuple[int, ...] = (4, 8, 16)
+    guidances: tuple[float, ...] = (1.5, 6.0)
+    polished_on: int = 128
+    trials: int = 20
+    searched: int = 32
+    tries: int = 8
+    halvings: int = 6
+    targets: tuple[str, ...] = ("psnr>=35", "psnr>=40")
+    held_back: tuple[int, int] = (64, 128)
+    share: float = 0.95
+    confidence: float = 0.95
+    noises: tuple[float, ...] = (0.02, 0.05)
+    repeats: int = 3
+    call: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def calibrated_on(self) -> int:
+        """How many generations profiles are calibrated on by default."""
+        return self.generations[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+QUICK = Scale(
+    prompts=2,
+    batch=2,
+    steps=8,
+    budgets=(4,),
+    beyond=(),
+    fewer_steps=6,
+    fewer_budgets=(3,),
+    judged=(4, 4),
+    probed=(4,),
+    other_steps=((6, (3,)), (5, (3,))),
+    generations=(1, 2),
+    guidances=(6.0,),
+    polished_on=4,
+    trials=4,
+    searched=1,
+    tries=1,
+    halvings=2,
+    targets=("psnr>=20",),
+    held_back=(2, 4),
+    share=0.5,
+    confidence=0.5,
+    noises=(0.05,),
+    repeats=1,
+    call={"height": 32, "width": 32},
+)
+
+
+# Methods
+
+
+Count = Callable[[], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method with its settings; `around(pipe)` enables it and yields a function that counts computed steps."""
+
+    title: str
+    around: Callable[[Any], AbstractContextManager[Count]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for equal titles and settings."""
+        return f"{self.title} {json.dumps(self.settings, sort_keys=True)}"
+
+
+def uncached() -> Method:
+    """Every step computed."""
+    return Method("uncached", _whole_steps)
+
+
+def cached(title: str, name: str, **settings: Any) -> Method:
+    """One of holdover's methods."""
+
+    @contextmanager
+    def around(pipe: Any) -> Iterator[Count]:
+        with holdover.enable(pipe, name, **settings) as cache:
+            yield lambda: fmean(cache.stats().generations[-1].computed.values())
+
+    return Method(title, around, _as_json(settings))
+
+
+def diffusers_cache(title: str, settings: dict[str, Any], config: Callable[[], Any]) -> Method:
+    """One of diffusers' own caches, by the config that it is enabled with."""
+
+    @contextmanager
+    def around(pipe: Any) -> Iterator[Count]:
+        pipe.transformer.enable_cache(config())
+        try:
+            with count_steps(pipe) as count:
+                yield count
+        finally:
+            pipe.transformer.disable_cache()
+
+    return Method(title, around, settings)
+
+
+def fewer(steps: int, order: int) -> Method:
+    """No cache but fewer steps, with a solver of first or second order."""
+
+    @contextmanager
+    def around(pipe: Any) -> Iterator[Count]:
+        own = pipe.scheduler
+        pipe.scheduler = own if order == 1 else SecondOrderScheduler.from_config(own.config)
+        try:
+            yield lambda: steps
+        finally:
+            pipe.scheduler = own
+
+    return Method("fewer steps" if order == 1 else "fewer steps, second order", around, {"steps": steps}, steps)
+
+
+@contextmanager
+def count_steps(pipe: Any) -> Iterator[Count]:
+    """Count forwards of the last block per branch, by a hook inside it that runs only if the block does."""
+    calls = 0
+
+    def add(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def count() -> float:
+        nonlocal calls
+        found, calls = calls, 0
+        return found / (2 if pipe.do_classifier_free_guidance else 1)
+
+    handle = pipe.transformer.single_transformer_blocks[-1].attn.to_q.register_forward_hook(add)
+    try:
+        yield count
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _whole_steps(pipe: Any) -> Iterator[Count]:
+    yield lambda: float(pipe.num_timesteps)
+
+
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as JSON; a profile is given by its name, and the path of a file is left out."""
+    named = {key: value.name if isinstance(value, Profile) else value for key, value in settings.items()}
+    plain: dict[str, Any] = json.loads(
+        json.dumps({k: v for k, v in named.items() if k != "profile" or not str(v).endswith(".safetensors")})
+    )
+    return plain
+
+
+# Images and figures
+
 
 PROMPTS = Path(__file__).parent / "prompts.txt"
 GUIDANCE = 3.0
-FIRST_SEED = 2_000_000  # of the test pictures; calibration and tuning have others
+FIRST_SEED = 2_000_000  # of the test images; calibration and tuning use others
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "Euler": lambda own: own,
@@ -35,8 +210,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Course:
-    """What the uncached pictures depend on beside prompts and seeds; `weights` names changed ones."""
+class Sampling:
+    """What the uncached images depend on besides prompts and seeds; `weights` names modified ones."""
 
     steps: int
     guidance: float = GUIDANCE
@@ -45,16 +220,16 @@ class Course:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
-    """Pictures on the device, computed steps (the mean over branches and batches), and seconds for one picture."""
+class Generated:
+    """Images on the device, computed steps (the mean over branches and batches), and seconds for one image."""
 
-    pictures: torch.Tensor
+    images: torch.Tensor
     computed: float
     seconds: float
 
 
 class Bench:
-    """The model in the box with the test prompts; references and profiles are made once."""
+    """The built-in model with the test prompts; references and profiles are computed once."""
 
     def __init__(self, scale: Scale, device: str) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -64,61 +239,61 @@ class Bench:
         self.prompts = PROMPTS.read_text(encoding="utf-8").splitlines()[: scale.prompts]
         self.calibration_prompts = self.pipe.calibration_prompts()
         self.folder = TemporaryDirectory()
-        self._references: dict[Course, torch.Tensor] = {}
-        self._profiles: dict[tuple[Course, int], Profile] = {}
+        self._references: dict[Sampling, torch.Tensor] = {}
+        self._profiles: dict[tuple[Sampling, int], Profile] = {}
 
-    def draw(self, way: Way, course: Course, count: int | None = None) -> Drawn:
-        """The pictures of the first `count` prompts, or of all."""
-        pictures, computed, seconds = [], [], []
+    def generate(self, method: Method, sampling: Sampling, count: int | None = None) -> Generated:
+        """The images of the first `count` prompts, or of all."""
+        images, computed, seconds = [], [], []
         prompts = self.prompts[:count]
-        with self._scheduler(course.scheduler), way.around(self.pipe) as counted:
+        with self._scheduler(sampling.scheduler), method.around(self.pipe) as count:
             for start in range(0, len(prompts), self.scale.batch):
                 part = prompts[start : start + self.scale.batch]
                 begin = self._now()
-                pictures.append(self.generate(part, FIRST_SEED + start, course, way.steps))
+                images.append(self.generate_batch(part, FIRST_SEED + start, sampling, method.steps))
                 seconds.append((self._now() - begin) / len(part))
-                computed.append(counted())
-        return Drawn(torch.cat(pictures), fmean(computed), min(seconds))
+                computed.append(count())
+        return Generated(torch.cat(images), fmean(computed), min(seconds))
 
-    def reference(self, course: Course) -> torch.Tensor:
-        """The uncached pictures of all prompts."""
-        if course not in self._references:
-            self._references[course] = self.draw(uncached(), course).pictures
-        return self._references[course]
+    def reference(self, sampling: Sampling) -> torch.Tensor:
+        """The uncached images of all prompts."""
+        if sampling not in self._references:
+            self._references[sampling] = self.generate(uncached(), sampling).images
+        return self._references[sampling]
 
-    def nearness(self, way: Way, course: Course) -> tuple[float, float]:
-        """Computed steps and mean PSNR on the few prompts that settings are searched on."""
-        drawn = self.draw(way, course, self.scale.searched)
-        values = psnr(drawn.pictures, self.reference(course)[: len(drawn.pictures)])
-        return drawn.computed, Summary.of(values.tolist()).mean
+    def score(self, method: Method, sampling: Sampling) -> tuple[float, float]:
+        """Computed steps and mean PSNR on the prompts that settings are searched on."""
+        generated = self.generate(method, sampling, self.scale.searched)
+        values = psnr(generated.images, self.reference(sampling)[: len(generated.images)])
+        return generated.computed, Summary.of(values.tolist()).mean
 
-    def row(self, way: Way, course: Course, wanted: int) -> Row:
-        """All figures of one way over all prompts."""
-        reference, drawn = self.reference(course), self.draw(way, course)
-        figures = {"psnr": psnr(drawn.pictures, reference), "ssim": ssim(drawn.pictures, reference)}
+    def row(self, method: Method, sampling: Sampling, wanted: int) -> Row:
+        """All figures of one method over all prompts."""
+        reference, generated = self.reference(sampling), self.generate(method, sampling)
+        figures = {"psnr": psnr(generated.images, reference), "ssim": ssim(generated.images, reference)}
         return {
-            "method": way.method,
-            "steps": course.steps,
+            "method": method.title,
+            "steps": sampling.steps,
             "wanted": wanted,
-            "computed": round(drawn.computed, 2),
+            "computed": round(generated.computed, 2),
             **{name: _figures(values) for name, values in figures.items()},
-            "settings": way.settings,
-            "course": asdict(course),
+            "settings": method.settings,
+            "course": asdict(sampling),
         }
 
-    def profile(self, course: Course, count: int | None = None) -> Profile:
+    def profile(self, sampling: Sampling, count: int | None = None) -> Profile:
         """The model measured on the first calibration prompts."""
         count = count or self.scale.calibrated_on
-        if (course, count) not in self._profiles:
-            with self._scheduler(course.scheduler):
-                self._profiles[course, count] = self._calibrated(course, count)
-        return self._profiles[course, count]
+        if (sampling, count) not in self._profiles:
+            with self._scheduler(sampling.scheduler):
+                self._profiles[sampling, count] = self._calibrate(sampling, count)
+        return self._profiles[sampling, count]
 
-    def polished(self, course: Course, budget: int) -> Profile:
-        """The same with a plan that was improved by trial, on more calibration prompts: none of them is tested on."""
+    def polish(self, sampling: Sampling, budget: int) -> Profile:
+        """The profile with a plan improved by trial runs on more calibration prompts, none of which is tested."""
         return holdover.polish(
             self.pipe,
-            self.profile(course),
+            self.profile(sampling),
             budget,
             self.calibration_prompts[: self.scale.polished_on],
             trials=self.scale.trials,
@@ -126,41 +301,41 @@ class Bench:
             progress=False,
         )
 
-    def profile_file(self, course: Course) -> str:
-        """The same as a file, for the methods that read their constants from one."""
-        path = Path(self.folder.name) / f"{course.steps}-{course.guidance}-{course.scheduler}.safetensors"
+    def profile_file(self, sampling: Sampling) -> str:
+        """The profile as a file, for methods that read their constants from one."""
+        path = Path(self.folder.name) / f"{sampling.steps}-{sampling.guidance}-{sampling.scheduler}.safetensors"
         if not path.exists():
-            self.profile(course).save(path)
+            self.profile(sampling).save(path)
         return str(path)
 
-    def _calibrated(self, course: Course, count: int) -> Profile:
+    def _calibrate(self, sampling: Sampling, count: int) -> Profile:
         return holdover.calibrate(
             self.pipe,
             self.calibration_prompts[:count],
-            course.steps,
-            guidance_scale=course.guidance,
+            sampling.steps,
+            guidance_scale=sampling.guidance,
             batch_size=min(count, self.scale.batch),
-            name=f"{count} generations, {course.steps} steps, guidance {course.guidance:g}",
+            name=f"{count} generations, {sampling.steps} steps, guidance {sampling.guidance:g}",
             progress=False,
             **self.scale.call,
         )
 
-    def generate(self, prompts: list[str], seed: int, course: Course, steps: int | None = None) -> torch.Tensor:
-        """One batch with the scheduler that is on the pipeline."""
+    def generate_batch(self, prompts: list[str], seed: int, sampling: Sampling, steps: int | None = None) -> Tensor:
+        """The images of one batch, with the current scheduler of the pipeline."""
         generators = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
-        pictures: torch.Tensor = self.pipe(
+        images: torch.Tensor = self.pipe(
             prompt=prompts,
             generator=generators,
-            num_inference_steps=steps or course.steps,
-            guidance_scale=course.guidance,
+            num_inference_steps=steps or sampling.steps,
+            guidance_scale=sampling.guidance,
             output_type="pt",
             return_dict=False,
             **self.scale.call,
         )[0]
-        return pictures
+        return images
 
     def _now(self) -> float:
-        """The time when the device has done its work."""
+        """The time after the device has finished."""
         if self.pipe.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The parts of the benchmark in the order they run, and a result file that can be taken up where it ended."""
+"""The parts of the benchmark in the order they run, and a result file that an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -17,58 +17,57 @@ import torch
 from holdover.compare.generation import describe_environment
 from holdover.errors import ConfigError
 
-from . import certificate, cost, dependence, guard, peers, plans
-from .bench import Bench, Course, Row
-from .scale import Scale
-from .verdict import verdict
+from . import rows, studies
+from .bench import Bench, Row, Sampling, Scale
+from .verdict import judge
 
 Figures = dict[str, Any]
 Part = Callable[[Bench], Figures]
-Table = Callable[[Bench, Course, Sequence[int]], list[Row]]
+Table = Callable[[Bench, Sampling, Sequence[int]], list[Row]]
 OURS: dict[str, Table] = {
-    "plan": plans.planned,
-    "plan, polished": plans.polished,
-    "plan without a profile": plans.unmeasured,
+    "plan": rows.planned,
+    "plan, polished": rows.polished,
+    "plan without a profile": rows.unmeasured,
 }
 OTHERS: dict[str, Table] = {
-    "hold, uniform": plans.held,
-    "fewer steps": plans.fewer_steps,
-    "cache_dit": peers.cache_dit,
-    "diffusers TaylorSeer": peers.diffusers_taylorseer,
-    "diffusers first-block": peers.diffusers_first_block,
-    "diffusers MagCache": peers.diffusers_mag,
-    "tea_cache": peers.tea_cache,
-    "mag_cache": peers.mag_cache,
+    "hold, uniform": rows.held,
+    "fewer steps": rows.fewer_steps,
+    "cache_dit": rows.cache_dit,
+    "diffusers TaylorSeer": rows.diffusers_taylorseer,
+    "diffusers first-block": rows.diffusers_first_block,
+    "diffusers MagCache": rows.diffusers_mag,
+    "tea_cache": rows.tea_cache,
+    "mag_cache": rows.mag_cache,
 }
 
 
 def all_parts(scale: Scale) -> dict[str, Part]:
-    """Every part by name, those first that the verdict needs."""
-    main, short = Course(scale.steps), Course(scale.fewer_steps)
+    """Every part by name; those that the verdict needs come first."""
+    main, short = Sampling(scale.steps), Sampling(scale.fewer_steps)
     beyond = (*scale.budgets, *scale.beyond)
-    fewer: dict[str, Table] = {"plan, transferred": plans.transferred, **OURS, **OTHERS}
+    fewer: dict[str, Table] = {"plan, transferred": rows.transferred, **OURS, **OTHERS}
     return {
-        "cost": cost.costs,
-        **{_titled(name, main): _table(table, main, scale.budgets) for name, table in OURS.items()},
-        **{_titled(name, main): _table(table, main, beyond) for name, table in OTHERS.items()},
-        "generations": dependence.generations,
-        "certificates": certificate.certificates,
-        "guard": guard.ordinary,
-        "foreign weights": guard.foreign,
-        "guidance": dependence.guidance,
-        "other steps": dependence.steps,
-        "schedulers": dependence.schedulers,
-        "residuals": dependence.residuals,
-        **{_titled(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
+        "cost": studies.measure_cost,
+        **{_name(name, main): _table(table, main, scale.budgets) for name, table in OURS.items()},
+        **{_name(name, main): _table(table, main, beyond) for name, table in OTHERS.items()},
+        "generations": studies.calibrate_on_fewer_generations,
+        "certificates": studies.check_certificates,
+        "guard": studies.guard_usual_weights,
+        "foreign weights": studies.guard_other_weights,
+        "guidance": studies.use_at_other_guidance,
+        "other steps": studies.use_at_other_steps,
+        "schedulers": studies.use_under_other_schedulers,
+        "residuals": studies.store_residuals,
+        **{_name(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
     }
 
 
-def _titled(name: str, course: Course) -> str:
-    return f"{name}, of {course.steps}"
+def _name(name: str, sampling: Sampling) -> str:
+    return f"{name}, of {sampling.steps}"
 
 
-def _table(table: Table, course: Course, budgets: Sequence[int]) -> Part:
-    return lambda bench: {"rows": table(bench, course, budgets)}
+def _table(table: Table, sampling: Sampling, budgets: Sequence[int]) -> Part:
+    return lambda bench: {"rows": table(bench, sampling, budgets)}
 
 
 def measure(scale: Scale, device: str, out: Path, limit: float, wanted: Sequence[str] = ()) -> Figures:
@@ -76,31 +75,31 @@ def measure(scale: Scale, device: str, out: Path, limit: float, wanted: Sequence
     begin = time.perf_counter()
     parts = {name: part for name, part in all_parts(scale).items() if not wanted or any(w in name for w in wanted)}
     bench = Bench(scale, device)
-    figures = _begun(out, scale, describe_environment(bench.pipe))
+    figures = _load(out, scale, describe_environment(bench.pipe))
     for name, part in parts.items():
         done = figures["parts"].get(name)
         if done is not None and "error" not in done:
             continue
         if time.perf_counter() - begin > limit:
-            _say(f"{name}: left out, the time is up")
+            _log(f"{name}: skipped, the time limit is reached")
             continue
-        figures["parts"][name] = _measured(name, part, bench)
+        figures["parts"][name] = _measure_part(name, part, bench)
         save(figures, scale, out)
     bench.folder.cleanup()
     return figures
 
 
 def save(figures: Figures, scale: Scale, out: Path) -> None:
-    """Write what is there so far, with what it says."""
-    figures["verdict"] = verdict(figures, scale)
+    """Write the figures so far, with the verdict on them."""
+    figures["verdict"] = judge(figures, scale)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f"{out.name}.unfinished")
     unfinished.write_text(json.dumps(figures, indent=1) + "\n")
     unfinished.replace(out)
 
 
-def _begun(out: Path, scale: Scale, where: Figures) -> Figures:
-    """The figures of an earlier run of the same benchmark at the same place, or none yet."""
+def _load(out: Path, scale: Scale, where: Figures) -> Figures:
+    """The figures of an earlier run with the same settings and environment, or an empty result."""
     settings = json.loads(json.dumps(scale.as_dict()))
     if out.exists():
         earlier: Figures = json.loads(out.read_text())
@@ -111,25 +110,21 @@ def _begun(out: Path, scale: Scale, where: Figures) -> Figures:
     return {"date": date, "environment": where, "scale": settings, "parts": {}}
 
 
-def _measured(name: str, part: Part, bench: Bench) -> Figures:
-    """One part; where it fails, why."""
+def _measure_part(name: str, part: Part, bench: Bench) -> Figures:
+    """The figures of one part, or its error."""
     begin = time.perf_counter()
     try:
         found = part(bench)
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
-    _clean()
-    seconds = round(time.perf_counter() - begin, 2)
-    _say(f"{name}: {found.get('error', 'done')}, {seconds:.1f} s")
-    return found | {"part_seconds": seconds}
-
-
-def _clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    seconds = round(time.perf_counter() - begin, 2)
+    _log(f"{name}: {found.get('error', 'done')}, {seconds:.1f} s")
+    return found | {"part_seconds": seconds}
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,14 +1,19 @@
-"""What the figures say: how far plans are ahead, and how many steps others need for the same. Pure Python."""
+"""What the figures say: the lead of plans, the tables as Markdown, and the frontier as a plot. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .scale import Scale
+if TYPE_CHECKING:
+    from .bench import Scale
 
-PLAN = "plan, guard off"  # the row that counts: it computes exactly what was asked for
+# The verdict
+
+
+PLAN = "plan, guard off"  # the row that counts: it computes exactly the budget
 POLISHED = "plan, polished"
 FIGURES = ("mean", "p10")
 _CAP = 100.0
@@ -22,24 +27,24 @@ def rows_of(figures: dict[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def ours(row: dict[str, Any]) -> bool:
-    """Whether a row is one of the planned cache."""
+    """Whether a row is a plan."""
     return str(row["method"]).startswith("plan")
 
 
-def verdict(figures: dict[str, Any], scale: Scale) -> dict[str, Any]:
-    """For each budget the lead of a plan over the best other row that computes no more, and the ratio of steps."""
+def judge(figures: dict[str, Any], scale: Scale) -> dict[str, Any]:
+    """For each budget: the lead of a plan over the best other row that computes no more, and the ratio of steps."""
     found = {}
     for steps, budgets in ((scale.steps, scale.budgets), (scale.fewer_steps, scale.fewer_budgets)):
         rows = rows_of(figures, steps)
         others = [row for row in rows if not ours(row)]
         found[f"{steps} steps"] = {
-            title: [_judged(row, others) for row in rows if row["method"] == title and row["wanted"] in budgets]
+            title: [_judge_row(row, others) for row in rows if row["method"] == title and row["wanted"] in budgets]
             for title in (PLAN, POLISHED)
         }
     return found | {"in_short": _in_short(found[f"{scale.steps} steps"], scale.judged)}
 
 
-def _judged(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _judge_row(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
     entry: dict[str, Any] = {"wanted": row["wanted"], "computed": row["computed"]}
     for figure in FIGURES:
         own = _value(row, figure)
@@ -56,12 +61,12 @@ def _judged(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def best(rows: Iterable[dict[str, Any]], most: float, figure: str) -> dict[str, Any] | None:
-    """The row nearest to the uncached pictures of those that compute no more than `most` steps."""
+    """The row of highest PSNR among those that compute no more than `most` steps."""
     return max((r for r in rows if r["computed"] <= most), key=lambda r: _value(r, figure), default=None)
 
 
 def frontier(rows: Iterable[dict[str, Any]], figure: str) -> list[Point]:
-    """Computed steps and PSNR of the rows that no other beats with as many steps or fewer."""
+    """Computed steps and PSNR of the rows that no other row with as many steps or fewer beats."""
     found: list[Point] = []
     for computed, value in sorted(((float(row["computed"]), _value(row, figure)) for row in rows), key=_best_first):
         if not found or value > found[-1][1]:
@@ -74,7 +79,7 @@ def _best_first(point: Point) -> Point:
 
 
 def _ratio(computed: float, psnr: float, others: Sequence[Point]) -> dict[str, Any]:
-    """How many times as many steps the others compute for the same; a bound where none measured gets there."""
+    """How many times as many steps the others compute for the same PSNR; a bound if no row reaches it."""
     if not others:
         return {}
     if psnr > others[-1][1]:
@@ -86,7 +91,7 @@ def _ratio(computed: float, psnr: float, others: Sequence[Point]) -> dict[str, A
 
 
 def _in_short(found: dict[str, list[dict[str, Any]]], between: tuple[int, int]) -> dict[str, Any]:
-    """The least lead and the least ratio of each kind of plan over the budgets that are judged."""
+    """The least lead and the least ratio of each kind of plan over the judged budgets."""
     judged = {title: [e for e in rows if between[0] <= e["wanted"] <= between[1]] for title, rows in found.items()}
     least = {title: {figure: _least(rows, figure) for figure in FIGURES} for title, rows in judged.items()}
     return {"between": list(between), **least}
@@ -101,3 +106,155 @@ def _least(entries: Sequence[dict[str, Any]], figure: str) -> dict[str, float | 
 def _value(row: dict[str, Any], figure: str) -> float:
     value = row["psnr"][figure]
     return _CAP if value is None else float(value)
+
+
+# Markdown
+
+
+_HEAD = ("", "asked", "computed", "PSNR mean", "10th percentile", "worst", "SSIM mean", "10th percentile", "worst")
+_NOTE = (
+    "PSNR in dB and SSIM against the uncached images of the same seeds. Computed: steps on which all blocks ran, the "
+    "mean over branches. Methods with thresholds have the best settings found for at most that many steps. First-block "
+    "methods run their first blocks at held steps too, and diffusers' TaylorSeer runs all but attention: not counted."
+)
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """The whole result as text."""
+    where, scale = figures["environment"], figures["scale"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    head = f"{where['device']}, {where['dtype']}, {scale['prompts']} prompts; {versions}; {figures['date']}."
+    lines = ["# Quality", "", head, "", _NOTE, "", *_verdict_lines(figures["verdict"]), ""]
+    for steps in (scale["steps"], scale["fewer_steps"]):
+        lines += [f"## {steps} steps", "", *table(rows_of(figures, steps)), ""]
+    for name in ("generations", "guidance", "other steps", "schedulers"):
+        lines += [f"## Calibration: {name}", "", *table(figures["parts"].get(name, {}).get("rows", ())), ""]
+    for name in ("cost", "certificates", "guard", "foreign weights"):
+        lines += [f"## {name.capitalize()}", "", *_bullets(figures["parts"].get(name, {})), ""]
+    failed = [f"{name}: {part['error']}" for name, part in figures["parts"].items() if "error" in part]
+    return "\n".join([*lines, *(["## Failed", "", *(f"- {line}" for line in failed), ""] if failed else [])])
+
+
+def table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Rows of figures, by number of computed steps within each method."""
+    lines = [_line(_HEAD), _line(["---", *["--:"] * (len(_HEAD) - 1)])]
+    for row in rows:
+        psnr = [_figure(row["psnr"][key], 1) for key in ("mean", "p10", "worst")]
+        ssim = [_figure(row["ssim"][key], 4) for key in ("mean", "p10", "worst")]
+        lines.append(_line([row["method"], row["wanted"], f"{row['computed']:g}", *psnr, *ssim]))
+    return lines
+
+
+def _verdict_lines(verdict: dict[str, Any]) -> list[str]:
+    """The lead of plans."""
+    head = [
+        "computed",
+        *(f"{what}, {figure}" for figure in FIGURES for what in ("plan", "best other", "lead", "ratio")),
+    ]
+    lines = []
+    for steps, titles in verdict.items():
+        for title, entries in titles.items() if steps != "in_short" else ():
+            if entries:
+                lines += [f"**{title}, {steps}**", "", _line(head), _line(["--:"] * len(head))]
+                lines += [_line([e["computed"], *_verdict_cells(e)]) for e in entries]
+                lines.append("")
+    return [*lines, *_least_lines(**verdict["in_short"])]
+
+
+def _least_lines(between: Sequence[int], **titles: Any) -> list[str]:
+    """The least lead and ratio of each kind of plan."""
+    lines = [f"Least lead and least ratio of steps from {between[0]} to {between[1]} computed steps:", ""]
+    for title, short in titles.items():
+        told = (f"{name} {short[name]['least_lead']} dB, {short[name]['least_ratio']} times" for name in FIGURES)
+        lines.append(f"- {title}: {'; '.join(told)}")
+    return lines
+
+
+def _verdict_cells(entry: dict[str, Any]) -> list[str]:
+    cells = []
+    for figure in FIGURES:
+        found = entry[figure]
+        other = found["best_other"]
+        rival = "" if other is None else f"{other['psnr']:.1f} ({other['method']})"
+        bound = "at least " if found.get("ratio_is_at_least") else ""
+        cells += [f"{found['psnr']:.1f}", rival, _figure(found["lead"], 1), f"{bound}{found.get('ratio', '')}"]
+    return cells
+
+
+def _bullets(values: Any, indent: str = "") -> list[str]:
+    """Nested figures as a list."""
+    lines: list[str] = []
+    for entry in values if isinstance(values, list) else [values]:
+        for key, value in entry.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                lines += [f"{indent}- {key}:", *_numbered_bullets(value, f"{indent}  ")]
+            elif isinstance(value, dict):
+                lines.append(f"{indent}- {key}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
+            else:
+                lines.append(f"{indent}- {key}: {value}")
+    return lines
+
+
+def _numbered_bullets(entries: Sequence[dict[str, Any]], indent: str) -> list[str]:
+    return [line for n, entry in enumerate(entries, 1) for line in (f"{indent}- {n}", *_bullets(entry, f"{indent}  "))]
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "equal" if value is None else f"{value:.{digits}f}"
+
+
+# Plot, with matplotlib
+
+
+_TITLES = {"mean": "mean over the images", "p10": "10th percentile"}
+_OURS = ("#b3261e", "#e8710a", "#7b1fa2", "#c2185b", "#8d6e63")
+_OTHERS = (
+    "#9aa0a6",
+    "#5f6368",
+    "#202124",
+    "#1a73e8",
+    "#3949ab",
+    "#4fc3f7",
+    "#188038",
+    "#7cb342",
+    "#00838f",
+    "#a142f4",
+    "#b39ddb",
+)
+_MARKS = "osD^vP*Xhd<>"
+_STYLE: Any = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
+    """Write one SVG for each number of steps; needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    written = []
+    for steps in (figures["scale"]["steps"], figures["scale"]["fewer_steps"]):
+        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+            figure = Figure(figsize=(14, 6.5), layout="constrained", facecolor="white")
+            for axes, quantity in zip(figure.subplots(1, 2, sharey=True), _TITLES, strict=True):
+                _plot_frontier(axes, rows_of(figures, steps), quantity, steps)
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside right upper", frameon=False)
+            written.append(folder / f"{name}_{steps}.svg")
+            figure.savefig(written[-1], metadata={"Date": None})
+    return written
+
+
+def _plot_frontier(axes: Any, rows: list[dict[str, Any]], quantity: str, steps: int) -> None:
+    methods = {row["method"]: ours(row) for row in rows}
+    colors = {True: cycle(_OURS), False: cycle(_OTHERS)}
+    for index, (method, own) in enumerate(methods.items()):
+        points = {(r["computed"], r["psnr"][quantity]) for r in rows if r["method"] == method}
+        found = sorted(point for point in points if point[1] is not None)
+        style = {"lw": 2.4 if own else 1.3, "ls": "-" if own else "--"}
+        mark, size = _MARKS[index % len(_MARKS)], 8 if own else 5
+        axes.plot(*zip(*found, strict=True), label=method, color=next(colors[own]), marker=mark, ms=size, **style)
+    axes.set(title=_TITLES[quantity], xlabel=f"computed steps of {steps}", ylabel="PSNR to the uncached images, dB")
+    axes.grid(alpha=0.25)

@@ -1,1 +1,1 @@
-"""Many generations on living pipelines, and that they leave nothing behind: `python -m benchmarks.soak`."""
+"""Many generations on long-lived pipelines, which must leave nothing behind: `python -m benchmarks.soak`."""

@@ -14,15 +14,15 @@ import holdover
 
 from ..report import provenance, save, table
 from .plan import make_plan
-from .soak import ALLOWED, Outcome, soak
+from .run import ALLOWED, Outcome, soak
 
 
 def main() -> int:
-    """Run, write the result, print it."""
+    """Run, write the result file and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--generations", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare-every", type=int, default=50, help="every how many pictures a fresh process")
+    parser.add_argument("--compare-every", type=int, default=50, help="repeat every Nth image in a fresh process")
     parser.add_argument("--output", type=Path, default=None, help="result file instead of benchmarks/results/soak.json")
     options = parser.parse_args()
     warnings.simplefilter("error", holdover.HoldoverWarning)
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def show_progress(outcome: Outcome, of: int) -> None:
-    """One line, written over; in a file, a line now and then."""
+    """One line that is overwritten on a terminal; otherwise a line every 50 generations."""
     screen = sys.stderr.isatty()
     if not screen and outcome.generations % 50:
         return
@@ -78,7 +78,7 @@ def rows(figures: dict[str, Any]) -> list[list[object]]:
     equal = f"{figures['comparisons_equal']} of {figures['comparisons_total']}"
     return [
         ["generations (aborted)", f"{figures['generations']} ({figures['aborts']})"],
-        ["pictures equal to a fresh process's", equal],
+        ["images equal to those of a fresh process", equal],
         ["forwards computed / held", f"{figures['forwards_computed']} / {figures['forwards_held']}"],
         ["caches enabled and disabled, overrides", f"{figures['caches_disabled']}, {figures['overrides']}"],
         ["LoRA changes, prompts found", f"{figures['lora_changes']}, {figures['prompts_found']}"],

@@ -1,4 +1,4 @@
-"""What happens in a soak run, settled by a seed before it begins: one small JSON record a generation."""
+"""The plan of a soak run: one small JSON record per generation, fixed by a seed before the run starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PIPELINES = (
     "Lumina2Pipeline",
 )
 BATCHED = frozenset(PIPELINES) - {"FluxImg2ImgPipeline", "FluxControlNetPipeline", "WanVACEPipeline"}
-WORDS = frozenset({"LongCatImagePipeline"})  # takes prompts in words, and no callback
-PROFILED = frozenset({"FluxPipeline", "FluxImg2ImgPipeline"})  # whose coefficients ship, for thresholds from 0.2
+TEXT_PROMPTS = frozenset({"LongCatImagePipeline"})  # takes prompts as text, and no callback
+PROFILED = frozenset({"FluxPipeline", "FluxImg2ImgPipeline"})  # coefficients ship, for thresholds from 0.2
 TWO_SIGNALS = frozenset({"WanPipeline[2.2]", "WanVACEPipeline"})
 PROMPTS = ("a cat", "an owl", "a pear")
 
 Cache = dict[str, Any]  # {"method": "tea_cache", "settings": {...}}
-# Their cache is never taken off, as in a server: only using() and off() change it.
+# Their cache is never disabled, as in a server: only using() and off() change it.
 RESIDENT: dict[str, Cache] = {
     "FluxPipeline[true_cfg]": {"method": "tea_cache", "settings": {"rel_l1_thresh": 0.3, "coefficients": [1.0, 0.0]}},
     "LTXPipeline": {"method": "mag_cache", "settings": {"mag_ratios": [1.0, 0.95, 1.02, 0.97], "mag_threshold": 0.2}},
@@ -45,13 +45,13 @@ class State:
 
     @classmethod
     def at_rest(cls, pipeline: str) -> State:
-        """Everything taken off that is ever taken off."""
+        """Everything disabled that is ever disabled."""
         return cls(cache=RESIDENT.get(pipeline))
 
 
 @dataclass(frozen=True)
 class Record:
-    """One generation. Nothing in it refers to what came before."""
+    """One generation. It does not depend on the records before it."""
 
     index: int
     pipeline: str
@@ -64,9 +64,9 @@ class Record:
     state: State = field(default_factory=State)
     override: dict[str, Any] | None = None  # settings for using(), or {} for off()
     abort: dict[str, Any] | None = None  # {"in": "callback", "at": 5, "error": "KeyboardInterrupt"}
-    again: bool = False  # take the cache off and put it on, though it is the same
+    again: bool = False  # disable and enable the cache, though it is the same
     refresh: bool = False  # call refresh() before
-    compare: bool = False  # with the picture of a fresh process
+    compare: bool = False  # with the image of a fresh process
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -76,8 +76,8 @@ class Record:
         values = json.loads(text)
         return cls(**values | {"state": State(**values["state"])})
 
-    def alone(self) -> Record:
-        """The same picture the straight way: the override's settings enabled as such, every detour left out."""
+    def without_detours(self) -> Record:
+        """The same image with the override's settings enabled directly and without aborts or other caches."""
         cache = self.state.cache
         if self.override == {} or (cache is not None and cache["method"] == "none"):
             cache = None
@@ -90,7 +90,7 @@ class Record:
 def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), compare_every: int = 50) -> list[Record]:
     """The records of a run.
 
-    What is compared follows a generation of the same pipeline, aborted as often as not, under a cache that holds.
+    A generation that is compared follows one of the same pipeline, half of which are aborted, under a cache that holds.
     """
     random = Random(seed)
     states = {name: State.at_rest(name) for name in PIPELINES}
@@ -104,8 +104,8 @@ def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), com
 
 
 def _record(random: Random, index: int, name: str, state: State, steps: int, compare: bool, before: bool) -> Record:
-    often_aborted = 0.0 if compare else 0.5 if before else 0.12
-    often_overridden = 0.6 if name in RESIDENT else 0.25
+    abort_rate = 0.0 if compare else 0.5 if before else 0.12
+    override_rate = 0.6 if name in RESIDENT else 0.25
     return Record(
         index,
         name,
@@ -116,8 +116,8 @@ def _record(random: Random, index: int, name: str, state: State, steps: int, com
         batch=random.choice((1, 1, 2)) if name in BATCHED else 1,
         prompt=random.choice(PROMPTS),
         state=state,
-        override=_override(random, state.cache) if random.random() < often_overridden else None,
-        abort=_abort(random, name, steps) if random.random() < often_aborted else None,
+        override=_override(random, state.cache) if random.random() < override_rate else None,
+        abort=_abort(random, name, steps) if random.random() < abort_rate else None,
         again=name not in RESIDENT and random.random() < 0.15,
         refresh=random.random() < 0.1,
         compare=compare,
@@ -132,13 +132,13 @@ def _next_state(random: Random, name: str, state: State, compare: bool, before: 
             state = replace(state, cache=_cache(random, name))
     if random.random() < 0.3:
         state = replace(state, lora=_lora(random, state.lora))
-    if name in WORDS and random.random() < 0.3:
+    if name in TEXT_PROMPTS and random.random() < 0.3:
         state = replace(state, prompt_cache=not state.prompt_cache)
     return state
 
 
 def _holds(cache: Cache | None) -> bool:
-    """Whether a cache holds anything, at a guess."""
+    """Whether a cache probably holds some steps."""
     return cache is not None and any(cache["settings"].get(key) for key in ("rel_l1_thresh", "mag_threshold"))
 
 
@@ -183,7 +183,7 @@ def _override(random: Random, cache: Cache | None) -> dict[str, Any] | None:
 
 
 def _lora(random: Random, current: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Another adapter, the same at another scale, or none."""
+    """Another adapter, the same one at another scale, or none."""
     choice = random.random()
     if choice < 0.35:
         return None
@@ -194,7 +194,7 @@ def _lora(random: Random, current: dict[str, Any] | None) -> dict[str, Any] | No
 
 
 def _abort(random: Random, name: str, steps: int) -> dict[str, Any]:
-    """Where an error comes from: the step's callback, or a block (which may be held and never get there)."""
-    where = "block" if name in WORDS or random.random() < 0.5 else "callback"
+    """An error in the step's callback, or in a block (which is never raised if that block is held)."""
+    where = "block" if name in TEXT_PROMPTS or random.random() < 0.5 else "callback"
     error = random.choice(("RuntimeError", "KeyboardInterrupt"))
     return {"in": where, "at": random.randrange(steps), "block": round(random.random(), 2), "error": error}

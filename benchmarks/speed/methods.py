@@ -1,7 +1,7 @@
-"""What is measured: holdover's methods, and beside them those of diffusers and of cache-dit by themselves.
+"""The methods that are measured: holdover's, and the caches of diffusers and cache-dit themselves.
 
-Random weights make decisions that depend on data meaningless. MagCache's and a plan's do not; the others get a schedule
-they would not have chosen, and their rows say so (`forced`).
+With random weights, decisions that depend on data are meaningless. MagCache and plans do not depend on data; the other
+methods get a fixed schedule, and their rows say so (`forced`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .table import HELD_IN, RESIDUAL
 EVERY = 4  # a forced schedule computes every fourth step and the last: 14 of 50
 MAG = {"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}
 MAG_CAREFUL = {"mag_threshold": 0.06, "mag_max_skip_steps": 3, "mag_retention_ratio": 0.2}
-# A polynomial of 1 everywhere adds 1 a step; the signal is still computed and read at every step.
+# A constant polynomial adds 1 per step; the signal is still computed and read at every step.
 TEA_FORCED = {"coefficients": (0.0, 1.0), "rel_l1_thresh": EVERY - 0.5}
 
 
 @dataclass(frozen=True)
 class Session:
-    """A method that is on: what to do before a generation and before a step, and what was computed."""
+    """An enabled method: what to call before a generation and before a step, and what was computed."""
 
     begin: Callable[[], object] = lambda: None
     before: Callable[[int], None] | None = None
@@ -37,7 +37,7 @@ class Session:
     caches: bool = True
 
 
-PutOn = Callable[[Pipeline, int], AbstractContextManager[Session]]
+Enable = Callable[[Pipeline, int], AbstractContextManager[Session]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Candidate:
 
     label: str
     by: str
-    put_on: PutOn
+    enable: Enable
     floor: str | None = None
     forced: bool = False
 
@@ -54,11 +54,11 @@ class Candidate:
 UNCACHED = Candidate("no cache", "", lambda pipe, steps: nullcontext(Session(caches=False)))
 
 
-def ours(method: str, **settings: Any) -> PutOn:
+def holdover_method(method: str, **settings: Any) -> Enable:
     """A method of holdover."""
 
     @contextmanager
-    def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
+    def enable(pipe: Pipeline, steps: int) -> Iterator[Session]:
         with holdover.enable(pipe, method, **settings) as cache:
             yield Session(
                 trace=lambda: _trace(cache.stats()),
@@ -66,37 +66,39 @@ def ours(method: str, **settings: Any) -> PutOn:
                 held_bytes=lambda: cache.stats().peak_bytes,
             )
 
-    return put_on
+    return enable
 
 
 def _trace(stats: holdover.Stats) -> str:
     return "" if stats.last is None else stats.last.trace(BRANCH)
 
 
-def planned(count: Callable[[int], int]) -> PutOn:
-    """A plan with a schedule given, for as many steps as there are."""
-    return lambda pipe, steps: ours("plan", schedule=growing(steps, count(steps)), predictor="newton")(pipe, steps)
+def planned(count: Callable[[int], int]) -> Enable:
+    """A plan with a given schedule for any number of steps."""
+    return lambda pipe, steps: holdover_method("plan", schedule=growing(steps, count(steps)), predictor="newton")(
+        pipe, steps
+    )
 
 
 def share(count: int) -> Callable[[int], int]:
-    """As large a part of the steps as `count` is of 50; at least two."""
+    """The same share of the steps as `count` of 50; at least two."""
     return lambda steps: max(2, round(steps * count / 50))
 
 
-def diffusers_own(
+def diffusers_cache(
     make: Callable[[int], Any], before: Callable[[Pipeline], Callable[[int], None]] | None = None
-) -> PutOn:
+) -> Enable:
     """A cache of diffusers, by its config."""
 
     @contextmanager
-    def put_on(pipe: Pipeline, steps: int) -> Iterator[Session]:
+    def enable(pipe: Pipeline, steps: int) -> Iterator[Session]:
         pipe.transformer.enable_cache(make(steps))
         try:
             yield Session(pipe.transformer._reset_stateful_cache, None if before is None else before(pipe))
         finally:
             pipe.transformer.disable_cache()
 
-    return put_on
+    return enable
 
 
 def mag_ratios(name: str) -> list[float]:
@@ -126,7 +128,7 @@ def _taylor(steps: int) -> Any:
 
 
 def _force_first_block(pipe: Pipeline) -> Callable[[int], None]:
-    """Set the threshold before each step so that it computes as scheduled; the comparison itself still runs."""
+    """Set the threshold before each step so that it follows the schedule; the comparison itself still runs."""
     registries = [m._diffusers_hook for m in pipe.transformer.modules() if hasattr(m, "_diffusers_hook")]
     hooks = [hook for registry in registries for hook in registry.hooks.values() if hasattr(hook, "threshold")]
 
@@ -138,8 +140,8 @@ def _force_first_block(pipe: Pipeline) -> Callable[[int], None]:
 
 
 @contextmanager
-def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
-    """cache-dit by itself, F1B0, told beforehand which steps to compute."""
+def cache_dit_cache(pipe: Pipeline, steps: int) -> Iterator[Session]:
+    """cache-dit itself, F1B0, with a fixed mask of computed steps."""
     import cache_dit
 
     def config() -> Any:
@@ -161,39 +163,45 @@ def cache_dit_own(pipe: Pipeline, steps: int) -> Iterator[Session]:
 
 
 def candidates(ratios: str) -> list[Candidate]:
-    """The rows of one model after the uncached one, the weightiest first; cache-dit, whose patches stay on, last."""
+    """The rows of one model after the uncached one, the most important first; cache-dit, whose patches stay, last."""
     forced_scm = {"scm_steps_mask_policy": "ultra", "scm_steps_policy": "static", "max_continuous_cached_steps": -1}
     return [
-        Candidate(RESIDUAL, "holdover", ours("mag_cache", profile=ratios, **MAG), "no blocks"),
+        Candidate(RESIDUAL, "holdover", holdover_method("mag_cache", profile=ratios, **MAG), "no blocks"),
         Candidate("plan, K = 10 of 50", "holdover", planned(share(10)), "scheduler"),
-        Candidate("tea_cache", "holdover", ours("tea_cache", **TEA_FORCED), "no blocks", forced=True),
+        Candidate("tea_cache", "holdover", holdover_method("tea_cache", **TEA_FORCED), "no blocks", forced=True),
         Candidate(
-            "tea_cache, read late", "holdover", ours("tea_cache", read="late", **TEA_FORCED), "no blocks", forced=True
+            "tea_cache, read late",
+            "holdover",
+            holdover_method("tea_cache", read="late", **TEA_FORCED),
+            "no blocks",
+            forced=True,
         ),
         Candidate("plan, K = 8 of 50", "holdover", planned(share(8)), "scheduler"),
         Candidate("plan, K = 15 of 50", "holdover", planned(share(15)), "scheduler"),
-        Candidate("mag_cache 0.06/3/0.2", "holdover", ours("mag_cache", profile=ratios, **MAG_CAREFUL), "no blocks"),
+        Candidate(
+            "mag_cache 0.06/3/0.2", "holdover", holdover_method("mag_cache", profile=ratios, **MAG_CAREFUL), "no blocks"
+        ),
         *(
             Candidate(
                 f"{RESIDUAL}{HELD_IN}{place}",
                 "holdover",
-                ours("mag_cache", profile=ratios, hold_in=place, **MAG),
+                holdover_method("mag_cache", profile=ratios, hold_in=place, **MAG),
                 "no blocks",
             )
             for place in ("fp8", "cpu")
         ),
-        Candidate("cache_dit F1B0", "holdover", ours("cache_dit", **forced_scm), "first block", forced=True),
-        Candidate("MagCache 0.24/5/0.1", "diffusers", diffusers_own(_diffusers_mag(ratios)), "no blocks"),
-        Candidate("first block", "diffusers", diffusers_own(_first_block, _force_first_block), "first block", True),
-        Candidate("TaylorSeer, interval 5", "diffusers", diffusers_own(_taylor)),
-        Candidate("F1B0", "cache-dit", cache_dit_own, "first block", forced=True),
+        Candidate("cache_dit F1B0", "holdover", holdover_method("cache_dit", **forced_scm), "first block", forced=True),
+        Candidate("MagCache 0.24/5/0.1", "diffusers", diffusers_cache(_diffusers_mag(ratios)), "no blocks"),
+        Candidate("first block", "diffusers", diffusers_cache(_first_block, _force_first_block), "first block", True),
+        Candidate("TaylorSeer, interval 5", "diffusers", diffusers_cache(_taylor)),
+        Candidate("F1B0", "cache-dit", cache_dit_cache, "first block", forced=True),
     ]
 
 
-def computing_all(ratios: str, steps: int) -> dict[str, PutOn]:
-    """Methods set so that they compute every step: their latents must be those of the uncached run, bit for bit."""
+def computing_all(ratios: str, steps: int) -> dict[str, Enable]:
+    """Methods that compute every step: their latents must be those of the uncached run, bit for bit."""
     return {
-        "mag_cache": ours("mag_cache", profile=ratios, mag_threshold=0.0),
-        "tea_cache": ours("tea_cache", coefficients=(0.0, 1.0), rel_l1_thresh=0.0),
-        "plan": ours("plan", schedule=tuple(range(steps)), predictor="newton"),
+        "mag_cache": holdover_method("mag_cache", profile=ratios, mag_threshold=0.0),
+        "tea_cache": holdover_method("tea_cache", coefficients=(0.0, 1.0), rel_l1_thresh=0.0),
+        "plan": holdover_method("plan", schedule=tuple(range(steps)), predictor="newton"),
     }

@@ -1,7 +1,6 @@
 """The transformers that are measured: full-size configs, random weights, inputs of one prompt's size.
 
-Weights are drawn on the device in bfloat16 with a small spread: speed does not ask what they are, and a real model of
-20 billion of them does not travel.
+Weights are random numbers in bfloat16, made on the device: speed does not depend on their values.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """What is drawn: pixels, frames, how many at once, and tokens of text."""
+    """The size of one forward: pixels, frames, batch, and text tokens."""
 
     width: int = 1024
     height: int = 1024
@@ -33,14 +32,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The first latent, the arguments that stay, and what the transformer is given for a timestep."""
+    """The first latents, the fixed arguments, and the transformer's timestep argument for a timestep."""
 
     latent: Tensor
     fixed: dict[str, Any]
     time: Callable[[Tensor], Tensor]
 
 
-Draw = Callable[..., Tensor]
+Randn = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,15 @@ class Model:
 
     title: str
     class_name: str
-    inputs: Callable[[Mapping[str, Any], Shape, Draw], Inputs]
+    inputs: Callable[[Mapping[str, Any], Shape, Randn], Inputs]
     ratios: str  # the MagCache profile that is used
     tiny: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
     shape: Shape = Shape()
-    uncached_steps: int = 20  # measured of the uncached run
+    uncached_steps: int = 20  # how many are measured of the uncached run
 
     def build(self, device: str, tiny: bool) -> nn.Module:
-        """The transformer on its device, ready to draw."""
+        """The transformer on its device, in eval mode."""
         before, dtype = torch.get_default_dtype(), torch.float32 if tiny else torch.bfloat16
         torch.set_default_dtype(dtype)
         try:
@@ -75,10 +74,10 @@ class Model:
         dtype = torch.float32 if first.device.type == "cpu" else torch.bfloat16
         generator = torch.Generator(first.device).manual_seed(1)
 
-        def draw(*size: int) -> Tensor:
+        def randn(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, device=first.device, dtype=dtype)
 
-        return self.inputs(transformer.config, shape, draw)
+        return self.inputs(transformer.config, shape, randn)
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def _fill(transformer: nn.Module, generator: torch.Generator) -> None:
 
 
 def _keep_precise(transformer: Any) -> None:
-    """What diffusers keeps in float32 when it loads this class."""
+    """Convert to float32 what diffusers keeps in float32 when it loads this class."""
     kept = transformer._keep_in_fp32_modules or ()
     for name, parameter in transformer.named_parameters():
         if any(part in name.split(".") for part in kept):
@@ -109,12 +108,12 @@ def _ids(height: int, width: int, axes: int, device: torch.device) -> Tensor:
     return ids.flatten(0, 1)
 
 
-def _packed(config: Mapping[str, Any], shape: Shape, draw: Draw, axes: int, guidance: float | None) -> Inputs:
-    """Latents as a sequence of patches of 16 pixels, positions as ids: the FLUX line."""
+def _packed(config: Mapping[str, Any], shape: Shape, randn: Randn, axes: int, guidance: float | None) -> Inputs:
+    """Latents as a sequence of patches of 16 pixels, positions as ids: the FLUX family."""
     height, width = shape.height // 16, shape.width // 16
-    latent = draw(shape.batch, height * width, config["in_channels"])
+    latent = randn(shape.batch, height * width, config["in_channels"])
     fixed = {
-        "encoder_hidden_states": draw(shape.batch, shape.text, config["joint_attention_dim"]),
+        "encoder_hidden_states": randn(shape.batch, shape.text, config["joint_attention_dim"]),
         "img_ids": _ids(height, width, axes, latent.device),
         "txt_ids": torch.zeros(shape.text, axes, device=latent.device),
         "guidance": None if guidance is None else torch.full((shape.batch,), guidance, device=latent.device),
@@ -122,31 +121,31 @@ def _packed(config: Mapping[str, Any], shape: Shape, draw: Draw, axes: int, guid
     return Inputs(latent, fixed, _of_noise(shape.batch, latent))
 
 
-def flux_inputs(config: Mapping[str, Any], shape: Shape, draw: Draw) -> Inputs:
-    made = _packed(config, shape, draw, axes=3, guidance=3.5)
-    made.fixed["pooled_projections"] = draw(shape.batch, config["pooled_projection_dim"])
+def flux_inputs(config: Mapping[str, Any], shape: Shape, randn: Randn) -> Inputs:
+    made = _packed(config, shape, randn, axes=3, guidance=3.5)
+    made.fixed["pooled_projections"] = randn(shape.batch, config["pooled_projection_dim"])
     return made
 
 
-def flux2_inputs(config: Mapping[str, Any], shape: Shape, draw: Draw) -> Inputs:
-    return _packed(config, shape, draw, axes=4, guidance=4.0 if config["guidance_embeds"] else None)
+def flux2_inputs(config: Mapping[str, Any], shape: Shape, randn: Randn) -> Inputs:
+    return _packed(config, shape, randn, axes=4, guidance=4.0 if config["guidance_embeds"] else None)
 
 
-def qwen_inputs(config: Mapping[str, Any], shape: Shape, draw: Draw) -> Inputs:
+def qwen_inputs(config: Mapping[str, Any], shape: Shape, randn: Randn) -> Inputs:
     height, width = shape.height // 16, shape.width // 16
-    latent = draw(shape.batch, height * width, config["in_channels"])
+    latent = randn(shape.batch, height * width, config["in_channels"])
     fixed = {
-        "encoder_hidden_states": draw(shape.batch, shape.text, config["joint_attention_dim"]),
+        "encoder_hidden_states": randn(shape.batch, shape.text, config["joint_attention_dim"]),
         "encoder_hidden_states_mask": None,
         "img_shapes": [[(1, height, width)]] * shape.batch,
     }
     return Inputs(latent, fixed, _of_noise(shape.batch, latent))
 
 
-def wan_inputs(config: Mapping[str, Any], shape: Shape, draw: Draw) -> Inputs:
+def wan_inputs(config: Mapping[str, Any], shape: Shape, randn: Randn) -> Inputs:
     frames = (shape.frames - 1) // 4 + 1
-    latent = draw(shape.batch, config["in_channels"], frames, shape.height // 8, shape.width // 8)
-    fixed = {"encoder_hidden_states": draw(shape.batch, shape.text, config["text_dim"])}
+    latent = randn(shape.batch, config["in_channels"], frames, shape.height // 8, shape.width // 8)
+    fixed = {"encoder_hidden_states": randn(shape.batch, shape.text, config["text_dim"])}
     return Inputs(latent, fixed, lambda t: t.expand(shape.batch))
 
 

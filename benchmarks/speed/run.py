@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 
-from .floors import floors
-from .loop import Pipeline
-from .measure import against_ideal, first_line, identity, measured
+from .loop import Pipeline, floors
+from .measure import Results, check_identity, compare_to_ideal, first_line, measure_row
 from .methods import UNCACHED, Candidate, candidates
 from .models import MODELS, Model, Shape
-from .results import Results
 from .table import RESIDUAL
 
-CHIEF = (RESIDUAL, "plan, K = 10 of 50")  # as a whole each is compiled anew, which takes a minute
-COMPILE_S = 100.0  # left in the budget before blocks are compiled; without it the mode waits for the next run
+CHIEF = (RESIDUAL, "plan, K = 10 of 50")  # compiling the whole model again takes a minute for each
+COMPILE_S = 100.0  # must be left in the budget before blocks are compiled; otherwise the mode is left to the next run
 TINY = Shape(64, 64, text=6)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a run was asked for."""
+    """Options of a run."""
 
     tiny: bool = False
     whole: bool = False
@@ -53,7 +51,7 @@ class Table:
         self._floors: dict[str, float] = {}
 
     def run(self) -> None:
-        """Measure what is lacking."""
+        """Measure the missing rows."""
         modes = ["eager", "compiled", *(["whole"] if self._options.whole else [])]
         lacking = [mode for mode in modes if self._results.lacking(self._identities(mode))]
         if not lacking:
@@ -61,9 +59,9 @@ class Table:
         pipe = None
         for mode in ["eager", *(mode for mode in lacking if mode != "eager")]:
             self._results.check_time(0 if mode == "eager" or self._options.tiny else COMPILE_S)
-            discard(pipe)  # a peer may have left something on it: each mode begins on a fresh model
-            pipe = built(self._name, self._options, self._shape)
-            compile_(pipe, mode, self._options)
+            discard(pipe)  # other libraries may leave hooks behind: each mode starts with a new model
+            pipe = build(self._name, self._options, self._shape)
+            compile_model(pipe, mode, self._options)
             self._baseline(pipe, mode)
             self._mode(pipe, mode)
         discard(pipe)
@@ -72,14 +70,14 @@ class Table:
         for row in self._rows_in(mode):
             yield self._identity(mode, row)
         if mode != "whole":
-            yield self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
+            yield self._identity(mode, Candidate("identical", "", UNCACHED.enable))
 
     def _rows_in(self, mode: str) -> list[Candidate]:
-        """All rows; of the model compiled as a whole, few."""
+        """All rows; only the chief ones for a model compiled as a whole."""
         return [row for row in self._rows if mode != "whole" or row.label in CHIEF]
 
     def _identity(self, mode: str, row: Candidate) -> dict[str, Any]:
-        return identity_of("table", self._name, self._shape, self._options.steps) | {
+        return describe_row("table", self._name, self._shape, self._options.steps) | {
             "mode": mode,
             "by": row.by,
             "label": row.label,
@@ -87,48 +85,48 @@ class Table:
         }
 
     def _baseline(self, pipe: Pipeline, mode: str) -> None:
-        """The uncached run: measured in every process, as its rows are compared with it; a row only where one lacks."""
+        """The uncached run: measured in every process, because rows are compared with it; added only if missing."""
         stop = min(self._model.uncached_steps, self._options.steps)
-        row = measured(pipe, UNCACHED, self._options.steps, stop)
+        row = measure_row(pipe, UNCACHED, self._options.steps, stop)
         if "wall_s" in row:
             row["seconds"] = row["wall_s"] * self._options.steps / row["measured_steps"]
         self._uncached[mode] = row
         if mode != "whole":
             self._floors = floors(pipe)
-        asked = self._identity(mode, UNCACHED)
-        if self._results.needs(asked):
-            self._results.add(asked | row | {"floors_ms": self._floors})
+        row_id = self._identity(mode, UNCACHED)
+        if self._results.needs(row_id):
+            self._results.add(row_id | row | {"floors_ms": self._floors})
 
     def _mode(self, pipe: Pipeline, mode: str) -> None:
         if mode != "whole":
             self._identical(pipe, mode)
         for candidate in self._rows_in(mode):
-            asked = self._identity(mode, candidate)
-            if not self._results.needs(asked):
+            row_id = self._identity(mode, candidate)
+            if not self._results.needs(row_id):
                 continue
             self._results.check_time()
-            row = measured(pipe, candidate, self._options.steps)
+            row = measure_row(pipe, candidate, self._options.steps)
             if "raised" not in row:
-                row |= {"seconds": row["wall_s"]} | self._beside_uncached(row, mode)
-                row |= self._beside_ideal(row, mode, candidate)
-            self._results.add(asked | {"forced": candidate.forced} | row)
+                row |= {"seconds": row["wall_s"]} | self._compare_to_uncached(row, mode)
+                row |= self._compare_to_ideal(row, mode, candidate)
+            self._results.add(row_id | {"forced": candidate.forced} | row)
 
-    def _beside_ideal(self, row: dict[str, Any], mode: str, candidate: Candidate) -> dict[str, Any]:
-        """A computed step counts with the mean of the uncached run: single ones differ by a tenth."""
+    def _compare_to_ideal(self, row: dict[str, Any], mode: str, candidate: Candidate) -> dict[str, Any]:
+        """A computed step counts as the mean of the uncached run: single steps differ by a tenth."""
         plain = self._uncached[mode]
         if "seconds" not in plain:
             return {}
         step_ms = plain["seconds"] * 1e3 / self._options.steps
-        return against_ideal(row, step_ms, self._floors.get(candidate.floor or ""))
+        return compare_to_ideal(row, step_ms, self._floors.get(candidate.floor or ""))
 
     def _identical(self, pipe: Pipeline, mode: str) -> None:
-        asked = self._identity(mode, Candidate("identical", "", UNCACHED.put_on))
-        if self._results.needs(asked):
-            found = identity(pipe, self._model.ratios, self._options.steps)
-            self._results.add(asked | {"identical": found})
+        row_id = self._identity(mode, Candidate("identical", "", UNCACHED.enable))
+        if self._results.needs(row_id):
+            found = check_identity(pipe, self._model.ratios, self._options.steps)
+            self._results.add(row_id | {"identical": found})
 
-    def _beside_uncached(self, row: dict[str, Any], mode: str) -> dict[str, Any]:
-        """Speed-ups over the uncached runs of this process, and memory beyond the one in the same mode."""
+    def _compare_to_uncached(self, row: dict[str, Any], mode: str) -> dict[str, Any]:
+        """Speedups over the uncached runs of this process, and memory beyond the one in the same mode."""
         plain = self._uncached[mode]
         over = {name: u["seconds"] / row["wall_s"] for name, u in self._uncached.items() if "seconds" in u}
         if row["peak_bytes"] is None or "peak_bytes" not in plain:
@@ -136,13 +134,13 @@ class Table:
         return {"speedup": over, "bytes_over_uncached": row["peak_bytes"] - plain["peak_bytes"]}
 
 
-def identity_of(section: str, model: str, shape: Shape, steps: int) -> dict[str, Any]:
-    """The part of a row that says what is drawn."""
+def describe_row(section: str, model: str, shape: Shape, steps: int) -> dict[str, Any]:
+    """The part of a row's key that says what is generated."""
     return {"section": section, "model": model, "shape": str(shape), "batch": shape.batch, "steps": steps}
 
 
-def built(name: str, options: Options, shape: Shape) -> Pipeline:
-    """A pipeline of that model, after whatever the last one left was let go."""
+def build(name: str, options: Options, shape: Shape) -> Pipeline:
+    """A pipeline of that model, after the memory of the last one is freed."""
     torch._dynamo.reset()
     gc.collect()
     if not options.tiny:
@@ -151,7 +149,7 @@ def built(name: str, options: Options, shape: Shape) -> Pipeline:
     return Pipeline(transformer, MODELS[name].inputs_for(transformer, shape))
 
 
-def compile_(pipe: Pipeline, mode: str, options: Options) -> None:
+def compile_model(pipe: Pipeline, mode: str, options: Options) -> None:
     """Compile the blocks, or the transformer as a whole, or nothing; a tiny run only traces."""
     how: dict[str, Any] = {"backend": "eager"} if options.tiny else {}
     if mode == "compiled":
@@ -161,14 +159,14 @@ def compile_(pipe: Pipeline, mode: str, options: Options) -> None:
 
 
 def discard(pipe: Pipeline | None) -> None:
-    """Free the weights, whoever still holds the model."""
+    """Free the weights, even if something still references the model."""
     if pipe is not None:
         for parameter in pipe.transformer.parameters():
             parameter.data = torch.empty(0)
 
 
 def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:
-    """What grows, what is drawn, in how many steps."""
+    """What grows, the shape, and the number of steps."""
     if tiny:
         return [("resolution", TINY, 6), ("batch", replace(TINY, batch=2), 6), ("steps", TINY, 12)]
     usual = Shape(1024, 1024)
@@ -179,28 +177,30 @@ def growth_points(tiny: bool) -> list[tuple[str, Shape, int]]:
     ]
 
 
-def growth(options: Options, results: Results) -> None:
-    """What a step costs beyond the ideal as pictures, batches and step counts grow; FLUX, eager."""
+def measure_growth(options: Options, results: Results) -> None:
+    """What a step costs beyond the ideal as images, batches and step counts grow; FLUX, eager."""
     model, transformer = MODELS["flux"], None
     chosen = [row for row in candidates(model.ratios) if row.label in CHIEF]
     for axis, shape, steps in growth_points(options.tiny):
         for row in chosen:
-            asked = identity_of("growth", "flux", shape, steps) | {"mode": axis, "by": row.by, "label": row.label}
-            if not results.needs(asked):
+            row_id = describe_row("growth", "flux", shape, steps) | {"mode": axis, "by": row.by, "label": row.label}
+            if not results.needs(row_id):
                 continue
             results.check_time()
             if transformer is None:
-                transformer = built("flux", options, shape).transformer
-            results.add(asked | _grown(Pipeline(transformer, model.inputs_for(transformer, shape)), row, steps))
+                transformer = build("flux", options, shape).transformer
+            results.add(
+                row_id | _measure_growth_row(Pipeline(transformer, model.inputs_for(transformer, shape)), row, steps)
+            )
 
 
-def _grown(pipe: Pipeline, candidate: Candidate, steps: int) -> dict[str, Any]:
+def _measure_growth_row(pipe: Pipeline, candidate: Candidate, steps: int) -> dict[str, Any]:
     try:
         floor = floors(pipe)[candidate.floor or ""]
     except Exception as error:
         return {"raised": first_line(error)}
-    row = measured(pipe, candidate, steps)
+    row = measure_row(pipe, candidate, steps)
     if "raised" in row:
         return row
-    row |= against_ideal(row, row["gpu_ms"]["computed"], floor)
+    row |= compare_to_ideal(row, row["gpu_ms"]["computed"], floor)
     return row | {"overhead_ms_per_step": (row["wall_s"] - row["ideal_s"]) * 1e3 / steps}

@@ -1,9 +1,9 @@
-"""The result file as Markdown; knows JSON and text, no torch."""
+"""The result file as Markdown tables and as a plot of what grows; imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ NONE_ON_PROCESSOR = (
     "Nothing is measured yet: `python -m benchmarks.speed --cpu` writes `benchmarks/results/speed_cpu.json`."
 )
 HELD_IN = ", held in "
-RESIDUAL = "mag_cache 0.24/5/0.1"  # the row that stands for methods that hold residuals
-FIRST_PICTURE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
+RESIDUAL = "mag_cache 0.24/5/0.1"  # represents the methods that hold residuals
+FIRST_IMAGE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
 
 Row = dict[str, Any]
 
 
 def markdown(path: Path) -> str:
-    """Every table of a result file, or a line that says there is none."""
+    """All tables of a result file, or a sentence that there is none."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
@@ -59,7 +59,7 @@ def in_short(path: Path, model: str = "flux") -> str:
     modes = [mode for i, mode in enumerate(MODES) if any(line[2 + i] for line in shown)]
     lines = [line[: 2 + len(modes)] for line in shown]
     head = (f"{rows[0]['title']}, {rows[0]['shape']}, {rows[0]['steps']} steps", "computed", *(MODES[m] for m in modes))
-    return f"{table(head, lines)}\n\n{where(figures['runs'], rows).lstrip('- ')}"
+    return f"{markdown_table(head, lines)}\n\n{where(figures['runs'], rows).lstrip('- ')}"
 
 
 def _steps(of_mode: dict[str, Row]) -> str:
@@ -87,9 +87,9 @@ def models(rows: Sequence[Row]) -> list[str]:
         plain = next((row for row in chosen if row["label"] == "no cache"), {})
         shown = [line(row, plain) for row in sorted(chosen, key=_rank) if row["label"] != "identical"]
         head = f"**{chosen[0]['title']}**, {chosen[0]['shape']}, {chosen[0]['steps']} steps, {MODES[mode]}"
-        parts += [head + identical(chosen), table(HEAD, shown)]
+        parts += [head + identical(chosen), markdown_table(HEAD, shown)]
     if any(row.get("forced") for row in of_table):
-        parts.append("\\* the schedule is forced: random weights decide nothing.")
+        parts.append("\\* the schedule is forced, because decisions on random weights mean nothing.")
     return parts
 
 
@@ -102,9 +102,9 @@ def identical(rows: Sequence[Row]) -> str:
     found: dict[str, bool | str] = next((row["identical"] for row in rows if row["label"] == "identical"), {})
     same = [name for name, equal in found.items() if equal is True]
     other = [name for name in found if name not in same]
-    said = [f"bit for bit when every step is computed: {', '.join(same)}"] if same else []
-    said += [f"**not** so: {', '.join(other)}"] if other else []
-    return "".join(f"; {each}" for each in said)
+    notes = [f"bit for bit when every step is computed: {', '.join(same)}"] if same else []
+    notes += [f"**not** so: {', '.join(other)}"] if other else []
+    return "".join(f"; {each}" for each in notes)
 
 
 def line(row: Row, plain: Row) -> list[str]:
@@ -136,7 +136,7 @@ def _times(value: float | None) -> str:
 
 
 def _waits(row: Row, plain: Row) -> str:
-    """Waits of the host beyond those of the uncached loop."""
+    """Host waits beyond those of the uncached loop."""
     own, usual = row.get("waits"), plain.get("waits")
     if not own or not usual or row is plain:
         return ""
@@ -148,7 +148,7 @@ def _megabytes(count: int | None) -> float | None:
 
 
 def residuals(path: Path, model: str = "flux", mode: str = "eager") -> dict[str, list[str]]:
-    """By where residuals are held: megabytes, milliseconds of a held step and seconds of MagCache on one model."""
+    """By storage format: megabytes held, milliseconds of a held step and seconds of MagCache on one model."""
     rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
     found = {}
     for row in rows:
@@ -161,7 +161,7 @@ def residuals(path: Path, model: str = "flux", mode: str = "eager") -> dict[str,
 
 
 def clocks(path: Path, model: str = "flux") -> str:
-    """What the card ran at while residuals were held."""
+    """Clock and power of the card while residuals were held."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
@@ -171,8 +171,8 @@ def clocks(path: Path, model: str = "flux") -> str:
         return NONE_YET
     shown = [[row["mode"], f"{row['gpu_forward_ms']['held']:.3f}", *_ran_at(row["clocks"])] for row in held]
     run = figures["runs"][held[0]["run"]]
-    told = f"{RESIDUAL} on {held[0]['title']}, {run['card']}, {run['date'][:10]}."
-    return f"{table(('blocks', 'held step, GPU ms', 'clock', 'power'), shown)}\n\n{told}"
+    caption = f"{RESIDUAL} on {held[0]['title']}, {run['card']}, {run['date'][:10]}."
+    return f"{markdown_table(('blocks', 'held step, GPU ms', 'clock', 'power'), shown)}\n\n{caption}"
 
 
 def _ran_at(at: Row) -> list[str]:
@@ -181,14 +181,14 @@ def _ran_at(at: Row) -> list[str]:
 
 
 def growth(rows: Sequence[Row]) -> str:
-    """What a step costs beyond the ideal as work grows."""
+    """What a step costs beyond the ideal as images, batches and step counts grow."""
     shown = [
         [row["mode"], row["shape"], str(row["batch"]), str(row["steps"]), row["label"], *_grown(row)]
         for row in rows
         if row["section"] == "growth"
     ]
-    head = ("grows", "pixels", "batch", "steps", "method", "computed step, ms", "beyond the ideal, ms a step")
-    return f"**What grows, FLUX.1-dev, eager**\n\n{table(head, shown)}" if shown else ""
+    head = ("grows", "pixels", "batch", "steps", "method", "computed step, ms", "beyond the ideal, ms per step")
+    return f"**What grows, FLUX.1-dev, eager**\n\n{markdown_table(head, shown)}" if shown else ""
 
 
 def _grown(row: Row) -> list[str]:
@@ -198,15 +198,15 @@ def _grown(row: Row) -> list[str]:
 
 
 def box(rows: Sequence[Row]) -> str:
-    """The model in the box on the card, eager first."""
+    """The built-in model on the card, eager first."""
     of_box = sorted((row for row in rows if row["section"] == "box"), key=lambda row: BOX_MODES.index(row["mode"]))
     shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in of_box]
-    head = ("device", "mode", "method", "seconds a picture", "over eager, no cache")
-    return f"**The model in the box, one picture of 50 steps**\n\n{table(head, shown)}" if shown else ""
+    head = ("device", "mode", "method", "seconds per image", "over eager, no cache")
+    return f"**The built-in model, one image of 50 steps**\n\n{markdown_table(head, shown)}" if shown else ""
 
 
 def processor(path: Path) -> str:
-    """The model in the box on two cores: turns of one process, and what a newcomer waits for a first picture."""
+    """The built-in model on two cores: turns of one process, and the time to a first image in a new process."""
     if not path.exists():
         return NONE_ON_PROCESSOR
     found = json.loads(path.read_text("utf-8"))
@@ -222,16 +222,16 @@ def processor(path: Path) -> str:
         [str(index), f"{t['uncached_s']:.2f}", f"{t['plan_s']:.2f}", _times(t["uncached_s"] / t["plan_s"]), _made(t)]
         for index, t in enumerate(turns, start=1)
     ]
-    parts = ", ".join(f"{name} {first[part]:.1f} s" for name, part in FIRST_PICTURE.items())
-    total = sum(first[part] for part in FIRST_PICTURE.values())
+    parts = ", ".join(f"{name} {first[part]:.1f} s" for name, part in FIRST_IMAGE.items())
+    total = sum(first[part] for part in FIRST_IMAGE.values())
     faster = f"{ratio['median']:.2f} times faster in the median of the turns, {ratio['least']:.2f} in the least."
-    newcomer = f"A newcomer's first picture takes {total:.1f} s in a process of its own: {parts}."
+    first_image = f"The first image of a new process takes {total:.1f} s: {parts}."
     where_from = f"- {_machine(found | {'card': None})}, {found['threads']} threads"
-    return f"{table(head, shown)}\n\n{faster} {newcomer}\n\n{where_from}"
+    return f"{markdown_table(head, shown)}\n\n{faster} {first_image}\n\n{where_from}"
 
 
 def _made(turn: Row) -> str:
-    """Seconds of the first picture, in which the plan is made."""
+    """Seconds of the first image, during which the plan is made."""
     return f"{turn['plan_first_s']:.2f}"
 
 
@@ -243,10 +243,10 @@ def _boxed(row: Row) -> list[str]:
 
 
 def where(runs: Sequence[Row], rows: Iterable[Row]) -> str:
-    """The machines and versions the rows come from."""
+    """The machines and versions of the rows."""
     used = sorted({row["run"] for row in rows})
-    told = dict.fromkeys(_machine(runs[index]) for index in used)
-    return "\n".join(f"- {each}" for each in told)
+    machines = dict.fromkeys(_machine(runs[index]) for index in used)
+    return "\n".join(f"- {each}" for each in machines)
 
 
 def _machine(run: Row) -> str:
@@ -254,7 +254,62 @@ def _machine(run: Row) -> str:
     return f"{run['date'][:10]}, {run['card'] or run['cpu']}, Python {run['python']}, {versions}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in each) + " |" for each in lines)
+
+
+# The plot
+
+
+TITLES = {"resolution": "side of the image, pixels", "batch": "batch at 1024x1024", "steps": "steps at 1024x1024"}
+
+
+def plot(path: Path, into: Path) -> Path:
+    """Plot the growth rows of a result file; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["section"] == "growth"]
+    rows = [row for row in rows if "raised" not in row]
+    axes_shown = [axis for axis in TITLES if any(row["mode"] == axis for row in rows)]
+    if not axes_shown:
+        raise SystemExit(f"{path} has no growth rows: run `python -m benchmarks.speed --only growth` first.")
+    figure, panels = pyplot.subplots(
+        2, len(axes_shown), figsize=(4 * len(axes_shown), 5), squeeze=False, sharex="col", sharey="row"
+    )
+    for column, axis in enumerate(axes_shown):
+        of_axis = [row for row in rows if row["mode"] == axis]
+        _panel(panels[0][column], of_axis, lambda row: row["gpu_ms"]["computed"])
+        _panel(panels[1][column], of_axis, lambda row: row["overhead_ms_per_step"])
+        panels[0][column].set_yscale("log")
+        panels[1][column].set_xlabel(TITLES[axis])
+    panels[0][0].set_ylabel("a computed step, ms")
+    panels[1][0].set_ylabel("beyond the ideal, ms per step")
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    into.mkdir(parents=True, exist_ok=True)
+    written = into / "growth.svg"
+    with matplotlib.rc_context({"svg.hashsalt": written.stem}):  # the same rows, the same file
+        figure.savefig(written, metadata={"Date": None})
+    return written
+
+
+def _panel(panel: Any, rows: Sequence[dict[str, Any]], height: Callable[[dict[str, Any]], float]) -> None:
+    """One line per method over what grows."""
+    for label in dict.fromkeys(row["label"] for row in rows):
+        points = sorted((place(row), height(row)) for row in rows if row["label"] == label)
+        panel.plot(*zip(*points, strict=True), marker="o", label=label)
+    places = sorted({place(row) for row in rows})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(places, [str(p) for p in places])
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+
+
+def place(row: dict[str, Any]) -> int:
+    """The position of a row on its axis."""
+    return int(row["shape"].split("x")[0]) if row["mode"] == "resolution" else int(row[row["mode"]])

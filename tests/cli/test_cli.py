@@ -113,6 +113,6 @@ def test_the_command_is_installed() -> None:
 def test_the_command_in_a_process_of_its_own() -> None:
     code = "import sys; from holdover.cli import main; sys.argv[0] = 'holdover'; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False, timeout=600
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{holdover.__version__}\n", "")

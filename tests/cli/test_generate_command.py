@@ -136,7 +136,7 @@ def test_help_does_not_import_torch(command: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "--model" in done.stdout

@@ -1,4 +1,4 @@
-"""What every process of a company runs; each case returns what is compared in the tests."""
+"""Functions that every rank of a worker group runs; each returns what the tests compare."""
 
 from __future__ import annotations
 
@@ -17,47 +17,56 @@ from holdover.plan.guard import Guard
 from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
 
-from .guidance import Loop
-from .setting import STEPS, build, decided, draw, far, settings, split, two_by_two
-from .sharding import HOW
+from .pipelines import (
+    SHARD,
+    STEPS,
+    GuidedLoop,
+    build,
+    distance,
+    generate,
+    mesh_of_four,
+    settings,
+    split_tokens,
+    traces,
+)
 
 Found = dict[str, tuple[Any, ...]]
 
 
-def answers() -> int:
-    """Whose answer this is."""
+def rank() -> int:
+    """The rank that answers."""
     return dist.get_rank()
 
 
-def waits_alone() -> None:
-    """The first rank waits for the others, who do not come."""
+def wait_alone() -> None:
+    """The first rank waits at a barrier that the others never reach."""
     if dist.get_rank() == 0:
         dist.barrier()
 
 
 def cached(pipe: Any, model: str, method: str, prompt: int = 0, **more: Any) -> tuple[torch.Tensor, dict[str, str]]:
-    """A generation under a method, and what was decided; what is drawn depends on `prompt`."""
+    """A generation under a method, and its decisions; `prompt` selects the conditioning."""
     words = {"pooled_prompt_embeds": 3 * noise(1, WIDTH, seed=prompt)} if model == "flux" and prompt else {}
     with holdover.enable(pipe, method, **settings(method, model) | more) as cache:
-        return draw(pipe, model, prompt, **words), decided(cache)
+        return generate(pipe, model, prompt, **words), traces(cache)
 
 
 # Guidance
 
 
 def guidance(model: str, methods: tuple[str, ...], named: bool = True) -> Found:
-    """Each branch on a rank of its own: whether it is one process' picture, and the decisions of both."""
-    found = {}
+    """Each branch on a rank of its own: is the image that of one process, bit for bit; the decisions of both."""
+    found, loop = {}, GuidedLoop(model, named)
     for method in methods:
-        one, of_one = Loop(model, named).draw(method)
-        picture, decisions = Loop(model, named).draw(method, dist.group.WORLD)
-        found[method] = (torch.equal(picture, one), decisions, of_one)
+        one, of_one = loop.generate(method)
+        image, decisions = loop.generate(method, dist.group.WORLD)
+        found[method] = (torch.equal(image, one), decisions, of_one)
     return found
 
 
 def drifting_guidance() -> dict[str, str]:
-    """Nothing but the rank tells the branch: no name, and the conditioning is another at each step."""
-    return Loop("qwen", named=False, drifting=True).draw("mag_cache", dist.group.WORLD)[1]
+    """Only the rank identifies the branch: it has no name, and the conditioning changes at each step."""
+    return GuidedLoop("qwen", named=False, drifting=True).generate("mag_cache", dist.group.WORLD)[1]
 
 
 # Sequence
@@ -65,49 +74,46 @@ def drifting_guidance() -> dict[str, str]:
 
 def sequence(model: str, how: dict[str, Any], methods: tuple[str, ...], more: dict[str, Any] | None = None) -> Found:
     """The tokens split over all ranks: the distance to one process, and the decisions of both."""
-    found = {}
-    pipe = split(build(model), **how)
+    found, plain, pipe = {}, build(model), split_tokens(build(model), **how)
     for method in methods:
-        one, of_one = cached(build(model), model, method, **more or {})
-        picture, decisions = cached(pipe, model, method, **more or {})
-        found[method] = (far(picture, one), decisions, of_one)
+        one, of_one = cached(plain, model, method, **more or {})
+        image, decisions = cached(pipe, model, method, **more or {})
+        found[method] = (distance(image, one), decisions, of_one)
     return found
 
 
 def guidance_and_sequence(model: str, methods: tuple[str, ...]) -> Found:
     """Two branches on two ranks each."""
-    mesh = two_by_two("cfg")
-    found = {}
+    mesh = mesh_of_four("cfg")
+    found, plain, loop = {}, GuidedLoop(model), GuidedLoop(model)
+    split_tokens(loop, mesh, ulysses_degree=2)
     for method in methods:
-        one, of_one = Loop(model).draw(method)
-        loop = Loop(model)
-        split(loop, mesh, ulysses_degree=2)
-        picture, decisions = loop.draw(method, mesh["cfg"])
-        found[method] = (far(picture, one), decisions, of_one)
+        one, of_one = plain.generate(method)
+        image, decisions = loop.generate(method, mesh["cfg"])
+        found[method] = (distance(image, one), decisions, of_one)
     return found
 
 
 def two_requests(methods: dict[str, dict[str, Any]]) -> Found:
     """Two requests on two ranks each, with different prompts."""
-    mesh = two_by_two("data")
+    mesh = mesh_of_four("data")
     prompt = 1 + mesh["data"].get_local_rank()
-    found = {}
+    found, plain, pipe = {}, build("flux"), split_tokens(build("flux"), mesh, ulysses_degree=2)
     for method, more in methods.items():
-        one, of_one = cached(build("flux"), "flux", method, prompt, **more)
-        pipe = split(build("flux"), mesh, ulysses_degree=2)
-        picture, decisions = cached(pipe, "flux", method, prompt, **more)
-        found[method] = (far(picture, one), decisions, of_one)
+        one, of_one = cached(plain, "flux", method, prompt, **more)
+        image, decisions = cached(pipe, "flux", method, prompt, **more)
+        found[method] = (distance(image, one), decisions, of_one)
     return found
 
 
 def two_processes(methods: dict[str, dict[str, Any]]) -> Found:
     """A request on each rank, and no group."""
-    prompt = 1 + dist.get_rank()
-    return {method: cached(build("flux"), "flux", method, prompt, **more)[1:] for method, more in methods.items()}
+    pipe, prompt = build("flux"), 1 + dist.get_rank()
+    return {method: cached(pipe, "flux", method, prompt, **more)[1:] for method, more in methods.items()}
 
 
-def parted_signal(threshold: float) -> tuple[dict[str, str], list[float]]:
-    """The tokens of one rank change more than those of the other: what was decided, and what this rank alone saw."""
+def uneven_signal(threshold: float) -> tuple[dict[str, str], list[float]]:
+    """The tokens of one rank change more than those of the other: the decisions, and the changes on this rank alone."""
     own = get_family(build("flux").transformer).signal()
     assert own is not None
     assert own.of_block is not None
@@ -120,13 +126,13 @@ def parted_signal(threshold: float) -> tuple[dict[str, str], list[float]]:
     probe = holdover.Family("probe", ("FluxTransformer2DModel",), signals=(holdover.Signal("seen", of_block=watched),))
     holdover.register_family(probe)
     try:
-        pipe = split(build("flux"), ulysses_degree=2)
+        pipe = split_tokens(build("flux"), ulysses_degree=2)
         latents = noise(1, 16, 16, seed=5)
         latents[:, 8:] *= 0.05
         with holdover.enable(pipe, "tea_cache", coefficients=(1.0, 0.0), rel_l1_thresh=threshold) as cache:
-            draw(pipe, "flux", latents=latents)
+            generate(pipe, "flux", latents=latents)
             changes = [float((b - a).abs().mean() / a.abs().mean()) for a, b in pairwise(seen)]
-            return decided(cache), changes
+            return traces(cache), changes
     finally:
         holdover.unregister_family(probe)
 
@@ -135,36 +141,35 @@ def parted_signal(threshold: float) -> tuple[dict[str, str], list[float]]:
 
 
 def weights(how: str, model: str, methods: tuple[str, ...]) -> Found:
-    """The weights spread over all ranks: whether, and how far, it is one process' picture; the decisions of both."""
-    found = {}
+    """The weights split over all ranks: the distance to one process, and the decisions of both."""
+    found, plain, pipe = {}, build(model), build(model)
+    SHARD[how](pipe)
     for method in methods:
-        one, of_one = cached(build(model), model, method)
-        pipe = build(model)
-        HOW[how](pipe)
-        picture, decisions = cached(pipe, model, method)
-        found[method] = (far(picture, one), decisions, of_one)
+        one, of_one = cached(plain, model, method)
+        image, decisions = cached(pipe, model, method)
+        found[method] = (distance(image, one), decisions, of_one)
     return found
 
 
-def recognised(how: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a cache says of a transformer, plain and with its weights spread: which constants it found for it."""
+def notes(how: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The cache's notes on the constants it uses, for a plain transformer and for one with split weights."""
     plain, pipe = build("flux"), build("flux")
-    HOW[how](pipe)
+    SHARD[how](pipe)
     with holdover.enable(plain, "mag_cache") as one, holdover.enable(pipe, "mag_cache") as other:
         return one.stats().notes, other.stats().notes
 
 
 def two_requests_on_shared_weights(methods: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """A request on each rank, with weights they share: what was decided."""
+    """A request on each rank, with weights they share: the decisions."""
     pipe, prompt = build("flux"), 1 + dist.get_rank()
-    HOW["fully_shard"](pipe)
+    SHARD["fully_shard"](pipe)
     return {method: cached(pipe, "flux", method, prompt, **more)[1] for method, more in methods.items()}
 
 
-def unreadable() -> str:
-    """What is said where a signal cannot be read off wrapped weights."""
+def unreadable_signal() -> str:
+    """The error where a signal cannot be computed from wrapped weights."""
     pipe = build("flux")
-    HOW["wrapper"](pipe)
+    SHARD["wrapper"](pipe)
     try:
         holdover.enable(pipe, "tea_cache")
     except EnableError as error:
@@ -172,23 +177,23 @@ def unreadable() -> str:
     return "nothing"
 
 
-def a_new_kind_on_one_rank() -> tuple[dict[str, str], dict[str, str]]:
-    """Weights are shared, and in the second generation one rank draws a picture of a size it has not seen."""
+def new_shape_on_one_rank() -> tuple[dict[str, str], dict[str, str]]:
+    """Weights are shared, and in the second generation one rank generates an image of a size it has not seen."""
     pipe = build("qwen")
-    HOW["fully_shard"](pipe)
+    SHARD["fully_shard"](pipe)
     side = 96 if dist.get_rank() else 64
     with holdover.enable(pipe, "mag_cache", **settings("mag_cache", "qwen")) as cache:
-        draw(pipe, "qwen")
-        first = decided(cache)
-        draw(pipe, "qwen", height=side, width=side)
-        return first, decided(cache)
+        generate(pipe, "qwen")
+        first = traces(cache)
+        generate(pipe, "qwen", height=side, width=side)
+        return first, traces(cache)
 
 
-# Refusing
+# Errors
 
 
-class Counting(nn.Module):
-    """On one rank it is another function each time it is called."""
+class CountingModel(nn.Module):
+    """On rank 1 the output grows with each call, so that a held step cannot replay a computed one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,9 +207,9 @@ class Counting(nn.Module):
         return hidden_states + self.calls
 
 
-def refused() -> str:
-    """What the refusal says."""
-    model = Counting().eval()
+def unsupported_model() -> str:
+    """The error for a model that only one rank must refuse."""
+    model = CountingModel().eval()
     ranks = holdover.Ranks(sequence=dist.group.WORLD)
     with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * STEPS, ranks=ranks), torch.no_grad():
         try:
@@ -214,11 +219,11 @@ def refused() -> str:
     return "nothing was refused"
 
 
-def misstated() -> list[str]:
-    """What is said of groups that cannot be; four ranks."""
-    mesh, first = two_by_two("data"), dist.new_group([0])
-    pipe = split(build("flux"), mesh, ulysses_degree=2)
-    said = []
+def invalid_groups() -> list[str]:
+    """The errors for groups that cannot be; four ranks."""
+    mesh, first = mesh_of_four("data"), dist.new_group([0])
+    pipe = split_tokens(build("flux"), mesh, ulysses_degree=2)
+    errors = []
     for wrong in (
         lambda: holdover.Ranks(cfg="world"),
         lambda: holdover.Ranks(sequence=mesh),
@@ -227,15 +232,15 @@ def misstated() -> list[str]:
     ):
         try:
             wrong()
-            said.append("nothing")
+            errors.append("nothing")
         except ConfigError as error:
-            said.append(str(error))
+            errors.append(str(error))
     holdover.enable(pipe, "none").disable()  # nothing was left on it
-    return said
+    return errors
 
 
-def guarded() -> tuple[list[bool], list[bool]]:
-    """The outputs are smooth on one rank and noise on the other: when a guard of each, and one of all, is alarmed."""
+def guard_alarms() -> tuple[list[bool], list[bool]]:
+    """Outputs are smooth on one rank and noise on the other: the alarms of one guard per rank, and of a shared one."""
     levels = falling(STEPS)
     measured = measurements_of(levels, [outputs(levels, seed) for seed in (1, 2)])
     smooth = torch.from_numpy(outputs(levels, 1))

@@ -1,4 +1,4 @@
-"""Two processes, and four, for all tests of this folder."""
+"""Groups of two and of four worker processes, shared by all tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel.company import Company
+from parallel.workers import WorkerGroup
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator[Company]:
-    company = Company(2)
-    yield company
-    company.end()
+def two() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(2)
+    yield group
+    group.stop()
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[Company]:
-    company = Company(4)
-    yield company
-    company.end()
+def four() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(4)
+    yield group
+    group.stop()

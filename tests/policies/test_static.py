@@ -31,12 +31,12 @@ def test_the_anchor_is_the_step_just_computed(step: int, signal: float | None) -
     assert state.anchor == step
 
 
-def test_the_signal_is_asked_for_only_by_those_who_measure_it() -> None:
+def test_a_signal_is_needed_only_where_it_is_measured() -> None:
     assert AlwaysCompute().needs_signal is False
     assert AlwaysCompute(needs_signal=True).needs_signal is True
 
 
-def test_states_are_made_anew() -> None:
+def test_each_start_makes_a_new_state() -> None:
     policy = AlwaysCompute()
     first, second = policy.start(), policy.start()
     policy.decide(3, None, first)

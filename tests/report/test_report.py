@@ -159,7 +159,7 @@ class TestBrowser:
             [chromium, *flags, f"--user-data-dir={profile}", "--window-size=390,844", "--dump-dom", page.as_uri()],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stderr

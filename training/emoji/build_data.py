@@ -2,9 +2,9 @@
 
     python training/emoji/build_data.py build/emoji
 
-Downloads about 190 MB into build/emoji/npm (each tarball checked against its sha512), draws every emoji on white
+Downloads about 190 MB into build/emoji/npm (each tarball checked against its sha512), renders every emoji on white
 at 64x64 and writes images.npz (`images`, uint8 N,64,64,3) and captions.jsonl (row i belongs to image i, with the
-licence, the credit line and the source file of that picture). Needs pillow, numpy and resvg-py; no node, no npm.
+license, the credit line and the source file of that image). Needs pillow, numpy and resvg-py; no node, no npm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from sources import GOOGLE, NAMES, PACKAGES, PICTURE_SETS, Package, PictureSet
+from sources import GOOGLE, IMAGE_SETS, NAMES, PACKAGES, ImageSet, Package
 
 from holdover.zoo.emoji import STYLES
 
@@ -39,7 +39,7 @@ CONCEPT_SHARE, PAIR_SHARE = 0.03, 0.05  # held out: whole concepts, and single c
 
 @dataclass(frozen=True)
 class Emoji:
-    """What Unicode (through emojibase) says of one emoji."""
+    """What Unicode (through emojibase) says about one emoji."""
 
     base: str
     label: str
@@ -50,19 +50,19 @@ class Emoji:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """One picture of one emoji, not yet drawn."""
+class Rendering:
+    """One image of one emoji, not yet rendered."""
 
     emoji: Emoji
     source: str
-    draw: Callable[[], Image.Image]
+    render: Callable[[], Image.Image]
 
 
 # -- packages --------------------------------------------------------------------------------------------
 
 
 def fetch(package: Package, folder: Path, registry: str) -> None:
-    """Download and unpack one package, unless it is there already; refuse a tarball with another checksum."""
+    """Download and unpack one package, unless it exists; refuse a tarball with another checksum."""
     target = folder / package.folder
     if target.is_dir():
         return
@@ -94,7 +94,7 @@ def squeeze(name: str) -> str:
 
 
 def read_emoji(folder: Path) -> dict[str, Emoji]:
-    """Every Unicode emoji by normalised code points, skin tone variants included (marked as such)."""
+    """Every Unicode emoji by normalized code points, skin tone variants included (marked as such)."""
     groups = read_json(folder, NAMES, "meta/groups.json")
     table: dict[str, Emoji] = {}
     for entry in read_json(folder, NAMES, "en/data.json"):
@@ -118,10 +118,10 @@ def names_to_codes(folder: Path, table: dict[str, Emoji]) -> dict[str, str]:
     return names
 
 
-# -- pictures --------------------------------------------------------------------------------------------
+# -- images --------------------------------------------------------------------------------------------
 
 
-def draw_svg(text: str) -> Image.Image:
+def render_svg(text: str) -> Image.Image:
     import resvg_py
 
     data = resvg_py.svg_to_bytes(svg_string=text, width=2 * SIZE, skip_system_fonts=True)
@@ -129,11 +129,11 @@ def draw_svg(text: str) -> Image.Image:
 
 
 def open_file(path: Path) -> Image.Image:
-    return draw_svg(path.read_text(encoding="utf-8")) if path.suffix == ".svg" else Image.open(path)
+    return render_svg(path.read_text(encoding="utf-8")) if path.suffix == ".svg" else Image.open(path)
 
 
 def on_white(image: Image.Image) -> np.ndarray:
-    """Any picture -> 64x64 RGB on white, aspect kept."""
+    """Any image -> 64x64 RGB on white, aspect kept."""
     image = image.convert("RGBA")
     side = max(image.size)
     square = Image.new("RGBA", (side, side), (0, 0, 0, 0))
@@ -144,14 +144,14 @@ def on_white(image: Image.Image) -> np.ndarray:
     return np.asarray(flat if side == SIZE else flat.resize((SIZE, SIZE), Image.Resampling.LANCZOS))
 
 
-def drawings_by_code(folder: Path, pictures: PictureSet, table: dict[str, Emoji]) -> Iterator[Drawing]:
+def renderings_by_code(folder: Path, image_set: ImageSet, table: dict[str, Emoji]) -> Iterator[Rendering]:
     """Sets whose files are named by code points."""
     seen: set[str] = set()
-    for path in sorted((folder / pictures.package.folder / "package" / pictures.path).glob(f"*{pictures.suffix}")):
-        code = normalise(path.name.removesuffix(pictures.suffix))
+    for path in sorted((folder / image_set.package.folder / "package" / image_set.path).glob(f"*{image_set.suffix}")):
+        code = normalise(path.name.removesuffix(image_set.suffix))
         if code in table and code not in seen:
             seen.add(code)
-            yield Drawing(table[code], f"{pictures.path}/{path.name}", partial(open_file, path))
+            yield Rendering(table[code], f"{image_set.path}/{path.name}", partial(open_file, path))
 
 
 def icon_svg(icon: dict[str, Any], width: int, height: int) -> str:
@@ -160,11 +160,11 @@ def icon_svg(icon: dict[str, Any], width: int, height: int) -> str:
     return f'<svg {spaces} viewBox="{box}">{icon["body"]}</svg>'
 
 
-def drawings_by_name(
-    folder: Path, pictures: PictureSet, table: dict[str, Emoji], names: dict[str, str]
-) -> Iterator[Drawing]:
+def renderings_by_name(
+    folder: Path, image_set: ImageSet, table: dict[str, Emoji], names: dict[str, str]
+) -> Iterator[Rendering]:
     """Iconify sets, whose icons are named by words."""
-    icons = read_json(folder, pictures.package, pictures.path)
+    icons = read_json(folder, image_set.package, image_set.path)
     size = icons.get("width", 16), icons.get("height", 16)
     for name, icon in icons["icons"].items():
         if icon.get("hidden") or SKIN_TONE.search(name):
@@ -172,14 +172,14 @@ def drawings_by_name(
         code = names.get(squeeze(name))
         if code is not None:
             svg = icon_svg(icon, *size)
-            yield Drawing(table[code], f"{pictures.path}#{name}", partial(draw_svg, svg))
+            yield Rendering(table[code], f"{image_set.path}#{name}", partial(render_svg, svg))
 
 
 # -- rows ------------------------------------------------------------------------------------------------
 
 
 def share(*words: str) -> float:
-    """A number in [0, 1) that depends on the words alone, so that the split never moves."""
+    """A number in [0, 1) that depends on the words alone, so that the split is fixed."""
     return int.from_bytes(hashlib.sha256("|".join(words).encode()).digest()[:8], "big") / 2**64
 
 
@@ -191,50 +191,54 @@ def split(base: str, style: str) -> str:
     return "val_pair" if share("pair", base, family) < PAIR_SHARE else "train"
 
 
-def row(index: int, drawing: Drawing, pictures: PictureSet) -> dict[str, Any]:
-    emoji = drawing.emoji
+def row(index: int, rendering: Rendering, image_set: ImageSet) -> dict[str, Any]:
+    emoji = rendering.emoji
     return {
         "i": index,
-        "style": pictures.style,
-        "caption": f"{emoji.label}, {STYLES[pictures.style]}",
+        "style": image_set.style,
+        "caption": f"{emoji.label}, {STYLES[image_set.style]}",
         "label": emoji.label,
         "tags": list(emoji.tags),
         "group": emoji.group,
         "sub": emoji.sub,
         "base": emoji.base,
-        "licence": pictures.licence,
-        "credit": pictures.credit,
-        "source": f"{pictures.package}/{drawing.source}",
-        "split": split(emoji.base, pictures.style),
+        "licence": image_set.licence,
+        "credit": image_set.credit,
+        "source": f"{image_set.package}/{rendering.source}",
+        "split": split(emoji.base, image_set.style),
     }
 
 
-def draw(drawing: Drawing) -> np.ndarray | None:
-    """The picture, or None where the file cannot be drawn or comes out blank."""
+def render(rendering: Rendering) -> np.ndarray | None:
+    """The image, or None if the file cannot be rendered or is blank."""
     try:
-        pixels = on_white(drawing.draw())
+        pixels = on_white(rendering.render())
     except (UnidentifiedImageError, OSError, ValueError):
         return None
     return pixels if pixels.std() >= 4 else None
 
 
 def build(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Draw all sets: no flags, no skin tone variants, no blank pictures, no two pixel-identical ones."""
+    """Render all sets: no flags, no skin tone variants, no blank images, no two pixel-identical ones."""
     table = read_emoji(folder)
     names = names_to_codes(folder, table)
     images: list[np.ndarray] = []
     rows: list[dict[str, Any]] = []
     seen: set[bytes] = set()
-    for pictures in PICTURE_SETS:
-        named = pictures.suffix == ".json"
-        found = drawings_by_name(folder, pictures, table, names) if named else drawings_by_code(folder, pictures, table)
-        for drawing in found:
-            unwanted = drawing.emoji.toned or drawing.emoji.group in LEFT_OUT
-            pixels = None if unwanted else draw(drawing)
+    for image_set in IMAGE_SETS:
+        named = image_set.suffix == ".json"
+        found = (
+            renderings_by_name(folder, image_set, table, names)
+            if named
+            else renderings_by_code(folder, image_set, table)
+        )
+        for rendering in found:
+            unwanted = rendering.emoji.toned or rendering.emoji.group in LEFT_OUT
+            pixels = None if unwanted else render(rendering)
             if pixels is None or pixels.tobytes() in seen:
                 continue
             seen.add(pixels.tobytes())
-            rows.append(row(len(images), drawing, pictures))
+            rows.append(row(len(images), rendering, image_set))
             images.append(pixels)
     return np.stack(images), rows
 
@@ -254,7 +258,7 @@ def main() -> None:
         out.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rows)
     for key in ("style", "licence", "split"):
         print(dict(Counter(entry[key] for entry in rows)))
-    print(f"{len(images)} pictures, {len({entry['base'] for entry in rows})} concepts")
+    print(f"{len(images)} images, {len({entry['base'] for entry in rows})} concepts")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ PLAIN_VARIANTS, VARIANTS = 5, 8
 
 
 def read(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """The pictures (uint8 N,64,64,3) and their rows, as build_data.py wrote them."""
+    """The images (uint8 N,64,64,3) and their rows, as build_data.py wrote them."""
     images: np.ndarray = np.load(folder / "images.npz")["images"]
     with (folder / "captions.jsonl").open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     if len(rows) != len(images):
-        raise SystemExit(f"{folder}: {len(images)} pictures but {len(rows)} captions")
+        raise SystemExit(f"{folder}: {len(images)} images but {len(rows)} captions")
     return images, rows
 
 
@@ -52,25 +52,25 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.T
 
 @dataclass
 class Emoji:
-    """One split on the device: pictures, tokenised caption variants, the empty caption, the pixel statistics."""
+    """One split on the device: images, tokenized caption variants, the empty caption, the pixel statistics."""
 
-    pictures: torch.Tensor  # uint8 N,3,64,64
+    images: torch.Tensor  # uint8 N,3,64,64
     captions: torch.Tensor  # int64 N,VARIANTS,MAX_TOKENS
     empty: torch.Tensor  # int64 MAX_TOKENS
     mean: torch.Tensor  # 1,3,1,1
     std: torch.Tensor
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def tokens(self, index: torch.Tensor) -> torch.Tensor:
-        """Pictures as normalised, packed tokens."""
-        pixels = self.pictures[index].float() / 127.5 - 1
+        """Images as normalized, packed tokens."""
+        pixels = self.images[index].float() / 127.5 - 1
         return pack((pixels - self.mean) / self.std, PATCH)
 
     def batch(self, size: int, dropout: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random pictures with random caption variants, some captions dropped."""
-        device = self.pictures.device
+        """Random images with random caption variants, some captions dropped."""
+        device = self.images.device
         index = torch.randint(len(self), (size,), generator=generator, device=device)
         variant = torch.randint(VARIANTS, (size,), generator=generator, device=device)
         dropped = torch.rand(size, generator=generator, device=device) < dropout
@@ -79,12 +79,12 @@ class Emoji:
 
     def rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `size` rows with their plain captions, repeated from the start where there are fewer."""
-        index = torch.arange(size, device=self.pictures.device) % len(self)
+        index = torch.arange(size, device=self.images.device) % len(self)
         return self.tokens(index), self.captions[index, 0]
 
 
 def pixel_statistics(images: np.ndarray, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each colour over the training pictures, for pixels in [-1, 1]."""
+    """Mean and standard deviation of each color over the training images, for pixels in [-1, 1]."""
     train = np.array([row["split"] == "train" for row in rows])
     pixels = images[train].astype(np.float32) / 127.5 - 1
     mean, std = pixels.mean((0, 1, 2), dtype=np.float64), pixels.std((0, 1, 2), dtype=np.float64)
@@ -103,7 +103,7 @@ def load_split(
     variants = [text for index in chosen for text in caption_variants(rows[index], chance)]
     mean, std = pixel_statistics(images, rows)
     return Emoji(
-        pictures=torch.from_numpy(images[chosen]).permute(0, 3, 1, 2).contiguous().to(device),
+        images=torch.from_numpy(images[chosen]).permute(0, 3, 1, 2).contiguous().to(device),
         captions=tokenise(tokenizer, variants).view(len(chosen), VARIANTS, MAX_TOKENS).to(device),
         empty=tokenise(tokenizer, [""])[0].to(device),
         mean=torch.tensor(mean, device=device).view(1, 3, 1, 1),

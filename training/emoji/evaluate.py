@@ -1,10 +1,10 @@
-"""Measure the emoji model on what it has and has not seen, and draw sheets nobody picked from.
+"""Measure the emoji model on seen and unseen captions, and make sheets of images without any selection.
 
     python training/emoji/evaluate.py build/emoji --pipeline src/holdover/zoo/emoji/weights --out build/emoji/report
 
 Three kinds of captions: training rows, held-out concept/style pairs (the concept was seen in other styles, the style
-with other concepts) and concepts never seen. One picture for each, seed 0. Writes metrics.json, sheet.png (fixed
-captions, no choice) and nearest.png (drawn, real, nearest training picture side by side).
+with other concepts) and concepts never seen. One image for each, seed 0. Writes metrics.json, sheet.png (fixed
+captions, no choice) and nearest.png (generated, real, nearest training image side by side).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw
 from holdover.zoo.emoji.pipeline import EmojiPipeline
 
 SPLITS = ("train", "val_pair", "val_concept")
-NEAR_COPY = 0.05  # root mean square over pixels in [0, 1] under which two pictures look the same
+NEAR_COPY = 0.05  # root mean square over pixels in [0, 1] under which two images look the same
 FREE_CAPTIONS = (
     "red apple, glossy 3d style",
     "blue apple, glossy 3d style",
@@ -50,15 +50,17 @@ FREE_CAPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One group of captions with the real pictures that belong to them."""
+    """One group of captions with the real images that belong to them."""
 
     name: str
     rows: list[dict[str, Any]]
     real: torch.Tensor  # float N,3,64,64 in [0, 1]
 
 
-def draw(pipeline: EmojiPipeline, captions: list[str], guidance: float, steps: int, batch: int = 256) -> torch.Tensor:
-    """One picture a caption; picture i depends on caption i and seed i alone."""
+def generate(
+    pipeline: EmojiPipeline, captions: list[str], guidance: float, steps: int, batch: int = 256
+) -> torch.Tensor:
+    """One image a caption; image i depends on caption i and seed i alone."""
     parts = []
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
@@ -71,26 +73,26 @@ def draw(pipeline: EmojiPipeline, captions: list[str], guidance: float, steps: i
 
 
 def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Root mean square difference of every picture in `one` to every picture in `other`."""
+    """Root mean square difference of every image in `one` to every image in `other`."""
     left, right = one.flatten(1), other.flatten(1)
     squares = left.square().sum(1)[:, None] + right.square().sum(1)[None] - 2 * left @ right.T
     return (squares.clamp(min=0) / left.shape[1]).sqrt()
 
 
-def small(pictures: torch.Tensor) -> torch.Tensor:
-    """16x16 versions: what two drawings of one thing share, without the pixel-exact outline."""
-    return torch.nn.functional.avg_pool2d(pictures, 4)
+def shrink(images: torch.Tensor) -> torch.Tensor:
+    """16x16 versions: what two images of one thing share, without the exact outline."""
+    return torch.nn.functional.avg_pool2d(images, 4)
 
 
-def true_ranks(drawn: torch.Tensor, case: Case, pictures: torch.Tensor, styles: np.ndarray) -> torch.Tensor:
-    """For each drawn picture, how many real ones of its style (from 1) are at least as near as the true one."""
-    ranks = torch.zeros(len(drawn))
+def true_ranks(generated: torch.Tensor, case: Case, images: torch.Tensor, styles: np.ndarray) -> torch.Tensor:
+    """For each generated image, the rank (from 1) of the true image among the real ones of its style."""
+    ranks = torch.zeros(len(generated))
     requested = np.array([row["style"] for row in case.rows])
     for style in set(requested):
-        mine = torch.from_numpy(np.flatnonzero(requested == style)).to(drawn.device)
-        pool = torch.from_numpy(np.flatnonzero(styles == style)).to(drawn.device)
-        true = torch.tensor([case.rows[index]["i"] for index in mine.tolist()], device=drawn.device)
-        gaps = distances(small(drawn[mine]), small(pictures[pool]))
+        mine = torch.from_numpy(np.flatnonzero(requested == style)).to(generated.device)
+        pool = torch.from_numpy(np.flatnonzero(styles == style)).to(generated.device)
+        true = torch.tensor([case.rows[index]["i"] for index in mine.tolist()], device=generated.device)
+        gaps = distances(shrink(generated[mine]), shrink(images[pool]))
         at_true = gaps[pool[None] == true[:, None]]
         ranks[mine.cpu()] = (gaps <= at_true[:, None]).sum(1).float().cpu()
     return ranks
@@ -104,34 +106,34 @@ def rank_figures(ranks: torch.Tensor) -> dict[str, float]:
     }
 
 
-def copies_from_other_styles(case: Case, pictures: torch.Tensor, rows: list[dict[str, Any]]) -> torch.Tensor:
-    """The baseline for held-out pairs: a training picture of the same concept in another style, at random."""
+def copies_from_other_styles(case: Case, images: torch.Tensor, rows: list[dict[str, Any]]) -> torch.Tensor:
+    """The baseline for held-out pairs: a training image of the same concept in another style, at random."""
     chance = random.Random(0)
     known: dict[str, list[int]] = {}
     for row in rows:
         if row["split"] == "train":
             known.setdefault(row["base"], []).append(row["i"])
     chosen = [chance.choice(known.get(row["base"]) or [chance.randrange(len(rows))]) for row in case.rows]
-    return pictures[torch.tensor(chosen, device=pictures.device)]
+    return images[torch.tensor(chosen, device=images.device)]
 
 
-def measure(drawn: torch.Tensor, case: Case, pictures: torch.Tensor, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All figures for one group of captions; the `real` ones are the same figures for the real pictures."""
+def measure(generated: torch.Tensor, case: Case, images: torch.Tensor, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """All figures for one group of captions; the `real` ones are the same figures for the real images."""
     styles = np.array([row["style"] for row in rows])
-    train = torch.tensor([row["i"] for row in rows if row["split"] == "train"], device=drawn.device)
+    train = torch.tensor([row["i"] for row in rows if row["split"] == "train"], device=generated.device)
     train_styles = styles[train.cpu().numpy()]
     requested = np.array([row["style"] for row in case.rows])
-    figures: dict[str, Any] = {"pictures": len(drawn)}
-    figures["rms_to_truth"] = round((drawn - case.real).square().mean((1, 2, 3)).sqrt().mean().item(), 4)
-    figures["truth_among_style"] = rank_figures(true_ranks(drawn, case, pictures, styles))
+    figures: dict[str, Any] = {"pictures": len(generated)}
+    figures["rms_to_truth"] = round((generated - case.real).square().mean((1, 2, 3)).sqrt().mean().item(), 4)
+    figures["truth_among_style"] = rank_figures(true_ranks(generated, case, images, styles))
     if case.name == "val_pair":
-        copied = copies_from_other_styles(case, pictures, rows)
-        figures["truth_among_style_by_copying"] = rank_figures(true_ranks(copied, case, pictures, styles))
-    for name, shown in (("drawn", drawn), ("real", case.real)):
+        copied = copies_from_other_styles(case, images, rows)
+        figures["truth_among_style_by_copying"] = rank_figures(true_ranks(copied, case, images, styles))
+    for name, shown in (("drawn", generated), ("real", case.real)):
         if name == "real" and case.name == "train":
             continue
-        nearest = distances(shown, pictures[train]).min(1)
-        alike = train_styles[distances(small(shown), small(pictures[train])).argmin(1).cpu().numpy()] == requested
+        nearest = distances(shown, images[train]).min(1)
+        alike = train_styles[distances(shrink(shown), shrink(images[train])).argmin(1).cpu().numpy()] == requested
         figures[f"nearest_training_picture_of_{name}"] = {
             "median_rms": round(nearest.values.median().item(), 4),
             "near_copies": round((nearest.values < NEAR_COPY).float().mean().item(), 3),
@@ -143,10 +145,10 @@ def measure(drawn: torch.Tensor, case: Case, pictures: torch.Tensor, rows: list[
 # -- sheets ------------------------------------------------------------------------------------------
 
 
-def tile(picture: torch.Tensor, scale: int = 2) -> Image.Image:
-    array = (picture.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    image = Image.fromarray(array)
-    return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
+def tile(image: torch.Tensor, scale: int = 2) -> Image.Image:
+    array = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    small = Image.fromarray(array)
+    return small.resize((small.width * scale, small.height * scale), Image.Resampling.BICUBIC)
 
 
 def two_lines(caption: str, width: int = 22) -> str:
@@ -155,32 +157,32 @@ def two_lines(caption: str, width: int = 22) -> str:
 
 
 def sheet(cells: list[tuple[str, list[torch.Tensor]]], columns: int, path: Path) -> None:
-    """A grid of captioned cells, each with one or more pictures side by side."""
-    pictures = len(cells[0][1])
-    wide, high = 128 * pictures + 8, 128 + 30
+    """A grid of captioned cells, each with one or more images side by side."""
+    images = len(cells[0][1])
+    wide, high = 128 * images + 8, 128 + 30
     page = Image.new("RGB", (columns * wide + 8, -(-len(cells) // columns) * high + 8), "white")
     ink = ImageDraw.Draw(page)
     for index, (caption, shown) in enumerate(cells):
         left, top = 8 + index % columns * wide, 8 + index // columns * high
-        for number, picture in enumerate(shown):
-            page.paste(tile(picture), (left + 128 * number, top))
-        ink.text((left, top + 128), two_lines(caption, 20 * pictures), fill="black")
+        for number, image in enumerate(shown):
+            page.paste(tile(image), (left + 128 * number, top))
+        ink.text((left, top + 128), two_lines(caption, 20 * images), fill="black")
     page.save(path)
 
 
-def sheets(drawn: dict[str, torch.Tensor], cases: list[Case], pictures: torch.Tensor, options: Any) -> None:
+def sheets(generated: dict[str, torch.Tensor], cases: list[Case], images: torch.Tensor, options: Any) -> None:
     """sheet.png: the first 16 captions of each group, then the free ones. nearest.png: 24 held-out pairs."""
     cells = [
-        (row["caption"], [picture])
+        (row["caption"], [image])
         for case in cases
-        for row, picture in list(zip(case.rows, drawn[case.name], strict=True))[:16]
+        for row, image in list(zip(case.rows, generated[case.name], strict=True))[:16]
     ]
-    cells += [(text, [picture]) for text, picture in zip(FREE_CAPTIONS, drawn["free"], strict=True)]
+    cells += [(text, [image]) for text, image in zip(FREE_CAPTIONS, generated["free"], strict=True)]
     sheet(cells, 8, options.out / "sheet.png")
     pairs = next(case for case in cases if case.name == "val_pair")
-    train = pictures[options.train_index]
-    nearest = train[distances(drawn["val_pair"][:24], train).argmin(1)]
-    triples = zip(pairs.rows, drawn["val_pair"], pairs.real, nearest, strict=False)
+    train = images[options.train_index]
+    nearest = train[distances(generated["val_pair"][:24], train).argmin(1)]
+    triples = zip(pairs.rows, generated["val_pair"], pairs.real, nearest, strict=False)
     sheet(
         [(row["caption"], [one, two, three]) for row, one, two, three in triples],
         4,
@@ -191,14 +193,14 @@ def sheets(drawn: dict[str, torch.Tensor], cases: list[Case], pictures: torch.Te
 # -- the whole ---------------------------------------------------------------------------------------
 
 
-def choose_cases(rows: list[dict[str, Any]], pictures: torch.Tensor, limit: int) -> list[Case]:
+def choose_cases(rows: list[dict[str, Any]], images: torch.Tensor, limit: int) -> list[Case]:
     """Up to `limit` rows of every split, shuffled once with a fixed seed."""
     cases = []
     for name in SPLITS:
         chosen = [row for row in rows if row["split"] == name]
         random.Random(0).shuffle(chosen)
         chosen = chosen[:limit]
-        cases.append(Case(name, chosen, pictures[[row["i"] for row in chosen]]))
+        cases.append(Case(name, chosen, images[[row["i"] for row in chosen]]))
     return cases
 
 
@@ -232,20 +234,21 @@ def main() -> None:
         row["i"] = index
     pipeline = EmojiPipeline.from_pretrained(options.pipeline) if options.pipeline else load_run(options.run)
     pipeline.to(options.device, torch.float32).set_progress_bar_config(disable=True)
-    pictures = torch.from_numpy(images).permute(0, 3, 1, 2).to(options.device).float() / 255
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).to(options.device).float() / 255
     options.train_index = torch.tensor([row["i"] for row in rows if row["split"] == "train"], device=options.device)
-    cases = choose_cases(rows, pictures, options.limit)
+    cases = choose_cases(rows, pixels, options.limit)
     results = []
     for number, (guidance, shift) in enumerate(settings(options)):
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-        drawn = {
-            case.name: draw(pipeline, [row["caption"] for row in case.rows], guidance, options.steps) for case in cases
+        generated = {
+            case.name: generate(pipeline, [row["caption"] for row in case.rows], guidance, options.steps)
+            for case in cases
         }
         if number == 0:
-            drawn["free"] = draw(pipeline, list(FREE_CAPTIONS), guidance, options.steps)
-            sheets(drawn, cases, pictures, options)
+            generated["free"] = generate(pipeline, list(FREE_CAPTIONS), guidance, options.steps)
+            sheets(generated, cases, pixels, options)
         entry: dict[str, Any] = {"guidance": guidance, "shift": shift, "steps": options.steps}
-        entry |= {case.name: measure(drawn[case.name], case, pictures, rows) for case in cases}
+        entry |= {case.name: measure(generated[case.name], case, pixels, rows) for case in cases}
         print(json.dumps(entry), flush=True)
         results.append(entry)
         (options.out / "metrics.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Make the shipped pipeline folder of a training run.
+"""Write the pipeline folder that ships, from a training run.
 
     python training/emoji/export.py build/emoji/run src/holdover/zoo/emoji/weights
 

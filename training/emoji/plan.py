@@ -1,8 +1,8 @@
-"""Measure the model in the box for plans: calibrate, certify three targets, write the profile.
+"""Measure the built-in model for plans: calibrate, certify three targets, write the profile.
 
     python training/emoji/plan.py --device cuda --out src/holdover/profiles/emoji.safetensors
 
-Only prompts of the model's own list are used; those of benchmarks/quality are others.
+Only prompts of the model's own list are used; benchmarks/quality has different ones.
 """
 
 from __future__ import annotations

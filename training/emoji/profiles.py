@@ -1,8 +1,8 @@
-"""Measure TeaCache's coefficients and MagCache's ratios of the shipped model and put them among the shipped profiles.
+"""Measure TeaCache coefficients and MagCache ratios of the shipped model, and write them to the shipped profiles.
 
     python training/emoji/profiles.py
 
-Prompts are of the training set's concepts, at 50 steps and guidance 3; the pictures are thrown away.
+Prompts use concepts of the training set, at 50 steps and guidance 3; the images are discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS = (
 )
 
 
-def measured() -> tuple[TeaCacheProfile, MagCacheProfile]:
+def measure() -> tuple[TeaCacheProfile, MagCacheProfile]:
     """Both profiles, from the same prompts and seeds."""
     pipe = holdover.load("emoji")
     call: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
@@ -42,8 +42,8 @@ def measured() -> tuple[TeaCacheProfile, MagCacheProfile]:
         return tea, cache.calibration()
 
 
-def named(profile: P) -> P:
-    """The profile under its shipped name, with what tells this model from FLUX.1."""
+def identify(profile: P) -> P:
+    """The profile under its shipped name, with the config values that distinguish this model from FLUX.1."""
     return dataclasses.replace(
         profile,
         name="emoji",
@@ -55,7 +55,7 @@ def named(profile: P) -> P:
 
 
 def ship(profile: Profile, file: str) -> None:
-    """Replace the entry of that name in a shipped file, an entry a line."""
+    """Replace the entry of that name in a shipped file, with one entry per line."""
     path = PROFILES / file
     body = json.loads(path.read_text(encoding="utf-8"))
     entries = [entry for entry in body["profiles"] if entry["name"] != profile.name] + [encode(profile)]
@@ -67,9 +67,9 @@ def ship(profile: Profile, file: str) -> None:
 def main() -> None:
     """Measure and ship."""
     torch.set_num_threads(1)
-    tea, mag = measured()
-    ship(named(tea), "teacache.json")
-    ship(named(mag), "magcache.json")
+    tea, mag = measure()
+    ship(identify(tea), "teacache.json")
+    ship(identify(mag), "magcache.json")
     fit = tea.fit("")
     print(f"coefficients {fit.coefficients}, R^2 {fit.r_squared:.3f}, range {fit.low:.3f} to {fit.high:.3f}")
     for branch, ratios in mag.branches:

@@ -1,6 +1,6 @@
-"""Where the pictures come from: pinned npm packages, one licence and one credit line for each picture set.
+"""Where the images come from: pinned npm packages, one license and one credit line for each image set.
 
-Only licences without share-alike are in the list. Nothing here downloads or draws; see build_data.py.
+Only licenses without share-alike are in the list. Nothing here downloads or renders; see build_data.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Package:
 
 
 @dataclass(frozen=True)
-class PictureSet:
-    """One drawing style: the package that holds it, how its files are named, its licence and its credit."""
+class ImageSet:
+    """One style of images: the package that holds it, how its files are named, its license and its credit."""
 
     style: str
     package: Package
@@ -93,13 +93,13 @@ TWEMOJI_CREDIT = "Twemoji, copyright Twitter, Inc and other contributors"
 EMOJIONE_CREDIT = "EmojiOne 2 (EmojiTwo), copyright Emoji One and contributors"
 FXEMOJI_CREDIT = "FxEmojis, copyright Mozilla Foundation"
 
-PICTURE_SETS = (
-    PictureSet("noto", GOOGLE, "img/google/64", ".png", "Apache-2.0", NOTO_CREDIT),
-    PictureSet("twemoji", TWITTER, "img/twitter/64", ".png", "CC-BY-4.0", TWEMOJI_CREDIT),
-    PictureSet("fluent3d", FLUENT_3D, "assets", ".webp", "MIT", FLUENT_CREDIT),
-    PictureSet("fluentflat", FLUENT_FLAT, "assets", ".svg", "MIT", FLUENT_CREDIT),
-    PictureSet("fluentmodern", FLUENT_MODERN, "assets", ".svg", "MIT", FLUENT_CREDIT),
-    PictureSet("notov1", NOTO_V1, "icons.json", ".json", "Apache-2.0", NOTO_CREDIT),
-    PictureSet("emojione", EMOJIONE, "icons.json", ".json", "CC-BY-4.0", EMOJIONE_CREDIT),
-    PictureSet("fxemoji", FXEMOJI, "icons.json", ".json", "Apache-2.0", FXEMOJI_CREDIT),
+IMAGE_SETS = (
+    ImageSet("noto", GOOGLE, "img/google/64", ".png", "Apache-2.0", NOTO_CREDIT),
+    ImageSet("twemoji", TWITTER, "img/twitter/64", ".png", "CC-BY-4.0", TWEMOJI_CREDIT),
+    ImageSet("fluent3d", FLUENT_3D, "assets", ".webp", "MIT", FLUENT_CREDIT),
+    ImageSet("fluentflat", FLUENT_FLAT, "assets", ".svg", "MIT", FLUENT_CREDIT),
+    ImageSet("fluentmodern", FLUENT_MODERN, "assets", ".svg", "MIT", FLUENT_CREDIT),
+    ImageSet("notov1", NOTO_V1, "icons.json", ".json", "Apache-2.0", NOTO_CREDIT),
+    ImageSet("emojione", EMOJIONE, "icons.json", ".json", "CC-BY-4.0", EMOJIONE_CREDIT),
+    ImageSet("fxemoji", FXEMOJI, "icons.json", ".json", "Apache-2.0", FXEMOJI_CREDIT),
 )

@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass
 class Clock:
-    """How far the planned training has come, over all its processes."""
+    """Progress of the planned training, over all its processes."""
 
     planned_steps: int | None
     planned_seconds: float | None
@@ -67,7 +67,7 @@ class Clock:
     _since: float = field(default_factory=time.monotonic)
 
     def restart(self) -> None:
-        """Leave out the time until now (compilation)."""
+        """Exclude the time until now (compilation)."""
         self._since = time.monotonic()
 
     def tick(self) -> None:
@@ -92,17 +92,17 @@ def learning_rate(settings: Settings, clock: Clock) -> float:
 
 def flow_loss(
     model: Callable[..., torch.Tensor],
-    pictures: torch.Tensor,
+    images: torch.Tensor,
     captions: torch.Tensor,
     times: torch.Tensor,
     noise: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean squared error of the velocity `noise - picture` on the straight line between the two."""
+    """Mean squared error of the velocity `noise - image` on the straight line between the two."""
     share = times.view(-1, 1, 1)
-    noisy = (1 - share) * pictures + share * noise
-    with torch.autocast(pictures.device.type, torch.bfloat16):
+    noisy = (1 - share) * images + share * noise
+    with torch.autocast(images.device.type, torch.bfloat16):
         velocity = model(noisy, times, captions)
-    return (velocity.float() - (noise - pictures)).square().mean()
+    return (velocity.float() - (noise - images)).square().mean()
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -114,7 +114,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 
 class Trainer:
-    """Model, EMA, optimizer and clock: what a checkpoint holds."""
+    """Model, EMA, optimizer and clock: the contents of a checkpoint."""
 
     def __init__(self, model: Velocity, settings: Settings, clock: Clock, seed: int) -> None:
         self.model, self.settings, self.clock, self.seed = model, settings, clock, seed
@@ -141,10 +141,10 @@ class Trainer:
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(settings, self.clock)
-        pictures, captions = data.batch(settings.batch, settings.dropout, self.generator)
-        noise = torch.randn(pictures.shape, generator=self.generator, device=self.device)
-        normal = torch.randn(len(pictures), generator=self.generator, device=self.device)
-        loss = flow_loss(self.forward, pictures, captions, torch.sigmoid(normal * settings.time_std), noise)
+        images, captions = data.batch(settings.batch, settings.dropout, self.generator)
+        noise = torch.randn(images.shape, generator=self.generator, device=self.device)
+        normal = torch.randn(len(images), generator=self.generator, device=self.device)
+        loss = flow_loss(self.forward, images, captions, torch.sigmoid(normal * settings.time_std), noise)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters, settings.clip)
         self.optimizer.step()
@@ -165,12 +165,10 @@ class Trainer:
         self.swap()
         losses: dict[str, list[float]] = {}
         for name, data in splits.items():
-            pictures, captions = data.rows(self.settings.batch)
-            noise = torch.randn(
-                pictures.shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device
-            )
-            at = [torch.full((len(pictures),), value, device=self.device) for value in EVAL_TIMES]
-            values = [flow_loss(self.forward, pictures, captions, times, noise).detach() for times in at]
+            images, captions = data.rows(self.settings.batch)
+            noise = torch.randn(images.shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
+            at = [torch.full((len(images),), value, device=self.device) for value in EVAL_TIMES]
+            values = [flow_loss(self.forward, images, captions, times, noise).detach() for times in at]
             losses[name] = [round(value, 5) for value in torch.stack(values).tolist()]
         self.swap()
         return losses
@@ -201,7 +199,7 @@ class Trainer:
         self.reseed()
 
     def start_from(self, folder: Path) -> None:
-        """Begin with exported weights (a fresh optimizer): when a checkpoint was lost."""
+        """Start with exported weights and a new optimizer, for a lost checkpoint."""
         for name, tensor in load_shards(folder).items():
             index = self.names.index(name)
             self.parameters[index].data.copy_(tensor)
@@ -212,7 +210,7 @@ class Trainer:
 
 
 def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Tensor], speed: float) -> dict[str, Any]:
-    """Where the training stands; ends the process when the loss is no number."""
+    """Log the progress; ends the process if the loss is not finite."""
     loss, clock = torch.stack(losses).mean().item(), trainer.clock
     if not math.isfinite(loss):
         raise SystemExit(f"the loss is {loss} at step {clock.step}; try a lower --rate")
@@ -224,7 +222,7 @@ def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Ten
 
 
 def train(trainer: Trainer, splits: dict[str, Emoji], log: list[dict[str, Any]], stop_at: float, every: int) -> None:
-    """Steps until the plan is done or the process has to end; a log entry every so often."""
+    """Train until the plan is done or the process has to end, with regular log entries."""
     clock, mark, marked = trainer.clock, time.monotonic(), -1
     losses: list[torch.Tensor] = []
     while clock.progress < 1 and time.monotonic() < stop_at:
@@ -235,7 +233,7 @@ def train(trainer: Trainer, splits: dict[str, Emoji], log: list[dict[str, Any]],
             mark, marked = time.monotonic(), clock.step
         clock.tick()
         if clock.step % 100 == 0:
-            losses[-1].item()  # keeps the clock honest: no more than 100 steps ahead of the device
+            losses[-1].item()  # synchronizes, so that the host is at most 100 steps ahead of the device
         if clock.step % every == 0 or clock.progress >= 1:
             speed = (clock.step - marked) * trainer.settings.batch / max(time.monotonic() - mark, 1e-9)
             log.append(log_entry(trainer, splits, losses, speed))
@@ -243,7 +241,7 @@ def train(trainer: Trainer, splits: dict[str, Emoji], log: list[dict[str, Any]],
 
 
 def keep_tokenizer(path: Path, texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of this run: trained once, then read back, since training it again may number tokens anew."""
+    """The tokenizer of this run: trained once, then loaded, because training it again may number tokens differently."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(texts, vocabulary).backend_tokenizer.save(str(path))
@@ -251,7 +249,7 @@ def keep_tokenizer(path: Path, texts: list[str], vocabulary: int) -> PreTrainedT
 
 
 def write_run(folder: Path, trainer: Trainer, about: dict[str, Any]) -> None:
-    """What export.py reads, but for the tokenizer: the EMA weights and run.json."""
+    """Write what export.py reads, except the tokenizer: the EMA weights and run.json."""
     clock = trainer.clock
     about = {"settings": asdict(trainer.settings), "torch": torch.__version__} | about
     about |= {"step": clock.step, "seconds": clock.seconds, "progress": clock.progress}
@@ -264,7 +262,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="folder with images.npz and captions.jsonl (build_data.py)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, help="checkpoint file (default: OUT/state.safetensors)")
-    parser.add_argument("--start-from", type=Path, help="folder of weights-*.safetensors to begin with")
+    parser.add_argument("--start-from", type=Path, help="folder of weights-*.safetensors to start from")
     parser.add_argument("--minutes", type=float, help="planned training time over all processes")
     parser.add_argument("--steps", type=int, help="planned steps over all processes")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds until this process ends")
