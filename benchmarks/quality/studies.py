@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from holdover.plan.planner import search_profile
 
 import holdover
 from holdover.errors import HoldoverWarning
 from holdover.metrics import METRICS, Summary, psnr
 from holdover.profiles import Profile
-from holdover.tuning.setting import planner_for
 
 from ..speed.methods import MAG
 from .bench import Bench, Method, Row, Sampling, cached, count_steps, uncached
@@ -54,9 +54,9 @@ def measure_calibration(bench: Bench, sampling: Sampling) -> dict[str, Any]:
 
 def measure_planning(profile: Profile) -> dict[str, Any]:
     """CPU seconds of all threads for the schedules of all budgets, and for the weights of each schedule."""
-    planner_for(profile).frontier  # noqa: B018 (warms up)
+    search_profile(profile).frontier  # noqa: B018 (warms up)
     begin = time.process_time()
-    planner = planner_for(profile)
+    planner = search_profile(profile)
     frontier = planner.frontier
     scheduled = time.process_time() - begin
     for choice in frontier.values():
