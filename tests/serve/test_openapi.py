@@ -70,14 +70,14 @@ def test_the_description_is_complete(url: str) -> None:
         "/ready",
         "/metrics",
     }
-    drawing = document["paths"]["/v1/images/generations"]["post"]["responses"]
-    assert set(drawing) == {"200", "400", "401", "404", "413", "429", "499", "500", "503"}
+    responses = document["paths"]["/v1/images/generations"]["post"]["responses"]
+    assert set(responses) == {"200", "400", "401", "404", "413", "429", "499", "500", "503"}
     assert "422" not in str(document)
     request = document["components"]["schemas"]["ImageRequest"]
     assert request["examples"] == EXAMPLES
     assert request["properties"]["steps"]["anyOf"][0]["maximum"] == 1
     assert all("description" in field for field in request["properties"].values())
-    assert "Did you mean" in drawing["400"]["content"]["application/json"]["example"]["error"]["message"]
+    assert "Did you mean" in responses["400"]["content"]["application/json"]["example"]["error"]["message"]
     named = {option["title"]: option for option in request["properties"]["cache"]["anyOf"] if "title" in option}
     assert named["mag_cache"]["properties"]["mag_retention_ratio"]["maximum"] == 1
     for path in document["paths"].values():

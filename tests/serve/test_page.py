@@ -63,7 +63,7 @@ def set_up(page: Page, prompt: str, steps: int = 6) -> None:
     page.fill("#guidance", "1")
 
 
-def test_a_prompt_is_drawn_plain_and_cached_side_by_side(browser: Browser, server: Server) -> None:
+def test_a_prompt_is_generated_plain_and_cached_side_by_side(browser: Browser, server: Server) -> None:
     watched = Watched(browser, server.url, viewport={"width": 1240, "height": 1000})
     page = watched.page
     set_up(page, "ghost")
@@ -92,7 +92,7 @@ def test_a_prompt_is_drawn_plain_and_cached_side_by_side(browser: Browser, serve
     assert [url for url in watched.fetched if not url.startswith((server.url, "data:"))] == []
 
 
-def test_a_link_brings_the_settings_and_draws(browser: Browser, server: Server) -> None:
+def test_a_link_brings_the_settings_and_generates(browser: Browser, server: Server) -> None:
     query = "?prompt=rocket&style=&steps=4&guidance=1&seed=3&method=mag_cache&cache.mag_max_skip_steps=1"
     watched = Watched(browser, f"{server.url}/{query}")
     watched.wait_for_the_result()
@@ -128,4 +128,4 @@ def test_a_refusal_is_shown(browser: Browser, server: Server) -> None:
     set_up(page, "ghost", steps=3)
     page.locator("#steps").evaluate("input => { input.max = 1000; input.value = 500; }")
     page.click("#draw")
-    expect(page.locator("#status")).to_contain_text("steps is 500; this server draws with at most 100.")
+    expect(page.locator("#status")).to_contain_text("steps is 500; this server allows at most 100.")

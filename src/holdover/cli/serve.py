@@ -12,8 +12,7 @@ import typer
 
 from ..config import allowed_values
 from ..errors import ConfigError, HoldoverError
-from ..serve.ray.settings import RaySettings
-from ..serve.settings import API_KEYS, Settings
+from ..serve.settings import API_KEYS, RaySettings, Settings
 
 _SERVER = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -22,11 +21,8 @@ def serve(ray: bool = False, **flags: Any) -> None:
     """Checks the flags before anything is loaded, then serves until it is told to stop."""
     try:
         settings = RaySettings(**flags) if ray else _alone(flags)
-        values = settings.cache_settings
         _check_installed(ray)
-        from ..serve.choice import choice
-
-        choice(settings.cache_backend, values)
+        settings.check_cache()
     except ConfigError as error:
         raise _end(error, 2) from None
     try:
@@ -37,7 +33,7 @@ def serve(ray: bool = False, **flags: Any) -> None:
 
 def _serve_until_stopped(settings: Settings) -> None:
     if isinstance(settings, RaySettings):
-        from ..serve.ray.launch import serve as serve_many
+        from ..serve.ray import serve as serve_many
 
         serve_many(settings)
     else:

@@ -1,4 +1,4 @@
-"""What the application is told, and how it is refused."""
+"""The settings of the Ray application, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import yaml
 
 from holdover.errors import ConfigError
 from holdover.serve.ray import RaySettings, app
-from holdover.serve.ray.cache import packed
+from holdover.serve.ray.backend import pack_cache
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "ray.yaml", ROOT / "docs" / "scale.md"
 
 
@@ -52,16 +52,16 @@ def test_a_mapping_is_as_good_as_json() -> None:
 
 
 def test_replicas_are_added_only_where_it_is_said() -> None:
-    assert RaySettings(replicas=2).autoscaling is None
-    scaling = RaySettings(replicas=2, max_replicas=5, target_requests=3).autoscaling
+    assert RaySettings(replicas=2).autoscaling_config is None
+    scaling = RaySettings(replicas=2, max_replicas=5, target_requests=3).autoscaling_config
     assert scaling is not None
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 5, 3)
 
 
 def test_a_replica_has_room_for_all_it_is_sent() -> None:
     settings = RaySettings(max_batch=3, max_images=4, queue_size=10)
-    own = settings.of_a_replica({"cache_backend": "mag_cache", "cache_config": "{}"})
-    assert own.queue_size == settings.ongoing * 4 == 24
+    own = settings.worker_settings({"cache_backend": "mag_cache", "cache_config": "{}"})
+    assert own.queue_size == settings.max_ongoing_requests * 4 == 24
     assert own.cache_backend == "mag_cache"
 
 
@@ -70,7 +70,7 @@ def test_the_example_is_one_that_would_be_taken() -> None:
     settings = RaySettings.from_args(application["args"])
     (ingress,) = application["deployments"]
     assert (settings.replicas, settings.max_replicas, ingress["name"]) == (2, 8, "Ingress")
-    assert packed(ingress["user_config"])["cache_backend"] == "mag_cache"
+    assert pack_cache(ingress["user_config"])["cache_backend"] == "mag_cache"
     (shown,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert yaml.safe_load(shown) == yaml.safe_load(EXAMPLE.read_text("utf-8"))
 
@@ -81,5 +81,5 @@ def test_nothing_of_the_server_imports_ray_but_its_own_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = set(done.stdout.split())
-    assert "holdover.serve.ray.settings" in loaded
+    assert "holdover.serve.ray" in loaded
     assert "ray" not in loaded

@@ -18,9 +18,9 @@ from .servers import Server
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
 
-def png(colour: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> str:
+def png(color: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> str:
     file = io.BytesIO()
-    Image.new("RGB", size, colour).save(file, "PNG")
+    Image.new("RGB", size, color).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -66,17 +66,17 @@ def test_the_model_says_how_to_ask_for_it(server: Server) -> None:
 
 def test_the_cache_says_how_it_stands_and_what_it_did(server: Server) -> None:
     before = server.http.get("/v1/cache").json()
-    drawn = server.draw(steps=6).json()["data"][0]["holdover"]
+    generated = server.generate(steps=6).json()["data"][0]["holdover"]
     after = server.http.get("/v1/cache").json()
     assert (after["method"], after["settings"]["mag_threshold"]) == ("mag_cache", 0.24)
-    assert after["last"] == drawn
+    assert after["last"] == generated
     assert after["profile"]["name"] == "emoji"
     assert after["profile"]["source"]
     done = before["totals"].get("mag_cache", {"computed": 0, "held": 0, "images": 0})
     gained = {name: after["totals"]["mag_cache"][name] - done[name] for name in done if name != "peak_bytes"}
-    assert (gained["computed"], gained["held"]) == (drawn["computed"]["cond"], drawn["held"]["cond"])
+    assert (gained["computed"], gained["held"]) == (generated["computed"]["cond"], generated["held"]["cond"])
     assert gained["images"] == 1
-    assert after["totals"]["mag_cache"]["peak_bytes"] >= drawn["held_bytes"] > 0
+    assert after["totals"]["mag_cache"]["peak_bytes"] >= generated["held_bytes"] > 0
 
 
 def test_the_methods_are_listed_with_their_settings(server: Server) -> None:
@@ -91,7 +91,7 @@ def test_the_methods_are_listed_with_their_settings(server: Server) -> None:
     assert (ratio["kind"], ratio["default"], ratio["minimum"], ratio["maximum"]) == ("number", 0.1, 0, 1)
 
 
-def test_two_pictures_are_compared(server: Server) -> None:
+def test_two_images_are_compared(server: Server) -> None:
     def compare(a: str, b: str) -> dict[str, object]:
         answer: dict[str, object] = server.http.post("/v1/images/compare", json={"a": a, "b": b}).json()
         return answer
@@ -118,9 +118,9 @@ def test_metrics_count_what_happened(server: Server) -> None:
             "batches": server.metric("holdover_batch_size_count"),
         }
 
-    server.draw()
+    server.generate()
     before = counts()
-    made = server.draw(steps=6).json()["data"][0]["holdover"]
+    made = server.generate(steps=6).json()["data"][0]["holdover"]
     gained = {name: value - before[name] for name, value in counts().items()}
     assert gained == {
         "ok": 1,
@@ -137,7 +137,7 @@ def test_metrics_count_what_happened(server: Server) -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(server: Server) -> None:
-    server.draw()
+    server.generate()
     text = server.http.get("/metrics").text
     known = set(re.findall(r"^(holdover_\w+?)(?:_total|_bucket|_sum|_count|_created)?(?:\{| )", text, re.MULTILINE))
     dashboard = json.loads(DASHBOARD.read_text())
