@@ -1,17 +1,29 @@
-"""The cache settings that are sent to replicas."""
+"""The cache settings that are sent to replicas, and which replica a request is sent to."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import holdover.profiles
 from holdover.errors import ConfigError
 from holdover.serve.ray import backend
-from holdover.serve.ray.backend import pack_cache, packed_profile, unpack_cache, unpack_config
+from holdover.serve.ray.backend import (
+    ACTIVE_CALLS,
+    PromptRouter,
+    pack_cache,
+    packed_profile,
+    unpack_cache,
+    unpack_config,
+)
 
 PROFILE = Path(holdover.profiles.__file__).with_name("emoji.safetensors")
 
@@ -58,3 +70,89 @@ def test_what_cannot_change_while_replicas_run_is_named() -> None:
         ConfigError, match="'cache_backnd' cannot change while replicas run. Did you mean 'cache_backend'?"
     ):
         pack_cache({"cache_backnd": "none"})
+
+
+# Routing
+
+
+@dataclass(frozen=True)
+class Replica:
+    unique_id: str
+
+    @property
+    def replica_id(self) -> Replica:
+        return self
+
+
+A, B = Replica("a"), Replica("b")
+
+
+class Router:
+    """A router of two replicas, without Ray; `cached` are the queue lengths that Serve remembers."""
+
+    def __init__(self, ingresses: int = 1) -> None:
+        self.cached: dict[Replica, int] = {}
+        self._router = PromptRouter.__new__(PromptRouter)
+        self._router._replica_queue_len_cache = self.cached
+        self._router.initialize_state(prompts=2, ingresses=ingresses)
+
+    def choose(self, prompt: str) -> Replica:
+        """The first choice for a prompt."""
+        request = SimpleNamespace(session_id=f"call {prompt}", internal_request_id="id")
+        pending: Any = SimpleNamespace(metadata=request, routing_context=SimpleNamespace())
+        replicas: Any = [A, B]
+        ranked: Any = asyncio.run(self._router.choose_replicas(replicas, pending))
+        first: Replica = next(choice for group in ranked for choice in group)
+        return first
+
+    def send(self, call: str, prompt: str, replica: Replica) -> None:
+        """A replica accepts a call."""
+        ACTIVE_CALLS.add(call)
+        pending: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=f"{call} {prompt}"))
+        self._router.on_request_routed(pending, replica, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    yield Router()
+    ACTIVE_CALLS.clear()
+
+
+@pytest.mark.parametrize("replica", [A, B])
+def test_a_prompt_goes_to_the_replica_that_has_it_as_soon_as_that_one_is_idle(router: Router, replica: Replica) -> None:
+    """Serve's own count is late: it includes the finished call until its stream is closed, and calls for metrics."""
+    other = B if replica is A else A
+    router.send("1", "cat", replica)
+    router.cached[replica] = 1
+    assert router.choose("cat") == other  # the one that has it is busy
+    ACTIVE_CALLS.discard("1")
+    assert router.choose("cat") == replica
+    router.send("2", "dog", other)
+    assert router.choose("dog") == replica
+
+
+def test_while_no_replica_is_idle_a_prompt_may_wait_for_one_more_request(router: Router) -> None:
+    for call, replica in (("1", A), ("2", A), ("3", B)):
+        router.send(call, "cat" if replica is A else "dog", replica)
+    assert router.choose("cat") == A
+    router.send("4", "cat", A)
+    assert router.choose("cat") == B
+
+
+def test_a_router_forgets_prompts_that_the_replica_has_forgotten(router: Router) -> None:
+    tied = {prompt: router.choose(prompt) for prompt in ("p0", "p1", "p2")}
+    other = {prompt: B if replica is A else A for prompt, replica in tied.items()}
+    for call, prompt in enumerate(("p0", "p1", "p2")):
+        router.send(str(call), prompt, other["p0"])
+    ACTIVE_CALLS.clear()
+    assert router.choose("p0") == tied["p0"]
+    assert [router.choose(prompt) for prompt in ("p1", "p2")] == [other["p0"]] * 2
+
+
+def test_the_calls_of_other_ingresses_count() -> None:
+    router = Router(ingresses=2)
+    router.send("1", "cat", A)
+    ACTIVE_CALLS.clear()
+    assert router.choose("cat") == A
+    router.cached[A] = 1
+    assert router.choose("cat") == B

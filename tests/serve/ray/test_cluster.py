@@ -60,10 +60,9 @@ class Cluster(Client):
         self._address = f"127.0.0.1:{port}"
         start = [program("ray"), "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
         sizes = ["--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", "100000000"]
+        without = ["--include-dashboard", "false", "--ray-client-server-port", "0", "--no-monitor"]
         with self._log.open("w") as log:
-            self.process = psutil.Popen(
-                [*start, *sizes, "--include-dashboard", "false"], env=ENVIRONMENT, stdout=log, stderr=log
-            )
+            self.process = psutil.Popen([*start, *sizes, *without], env=ENVIRONMENT, stdout=log, stderr=log)
         assert eventually(lambda: "Ray runtime started" in self._log.read_text()), self._log.read_text()
         self.deploy(*STARTED)
         super().__init__(f"http://127.0.0.1:{self._http}")
