@@ -18,15 +18,15 @@ from holdover.selector import own_config
 from holdover.serve import Settings
 from holdover.serve.app import encode_png
 from holdover.serve.model import PreviewDecoder, ServedModel, latents_decoder, load_model, to_pixels
-from holdover.serve.queue import Generation, Pixels
+from holdover.serve.queue import ImageSpec, Pixels
 from tiny.prompted import prompted_flux, prompted_wan
 
 GUIDANCE = (("guidance_scale", 2.0),)
 
 
-def generation(seed: int, prompt: str = "red apple", cache: Config | None = None) -> Generation:
+def spec(seed: int, prompt: str = "red apple", cache: Config | None = None) -> ImageSpec:
     cache = cache or own_config("none", {})
-    return Generation(prompt, None, seed, (64, 64), (64, 64), 6, GUIDANCE, cache)
+    return ImageSpec(prompt, None, seed, (64, 64), (64, 64), 6, GUIDANCE, cache)
 
 
 def ignore(step: int, latents: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_has_the_images_that_the_pipeline_generates(model: ServedModel) -> None:
-    pixels = model.generate([generation(3), generation(4, "ghost")], ignore)
+    pixels = model.generate([spec(3), spec(4, "ghost")], ignore)
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     arguments: dict[str, Any] = {"num_inference_steps": 6, "height": 64, "width": 64, "output_type": "pt"}
     plain = model.pipeline(["red apple", "ghost"], generator=generators, **dict(GUIDANCE), **arguments).images
@@ -81,7 +81,7 @@ def test_the_last_preview_is_the_image(model: ServedModel) -> None:
         decoder.update(latents)
         previews.append(decoder.preview(step))
 
-    pixels = model.generate([generation(3)], on_step)
+    pixels = model.generate([spec(3)], on_step)
     assert len(previews) == 6
     assert np.array_equal(previews[-1], pixels)
     assert not np.array_equal(previews[2], pixels)

@@ -10,14 +10,14 @@ import pytest
 from holdover.config import Config
 from holdover.selector import own_config
 from holdover.serve.errors import ApiError
-from holdover.serve.queue import BatchQueue, Generation, QueueItem
+from holdover.serve.queue import BatchQueue, ImageSpec, QueueItem
 
 MAG = own_config("mag_cache", {})
 PATIENCE = 120.0
 
 
 def item(steps: int = 4, cache: Config = MAG) -> QueueItem:
-    return QueueItem(Generation("ghost", None, 1, (64, 64), (64, 64), steps, (), cache))
+    return QueueItem(ImageSpec("ghost", None, 1, (64, 64), (64, 64), steps, (), cache))
 
 
 def new_queue(size: int = 8, max_batch: int = 3, max_wait: float = 0.0) -> BatchQueue:

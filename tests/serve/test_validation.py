@@ -9,7 +9,7 @@ import pytest
 from holdover.selector import methods, own_config
 from holdover.serve.errors import ApiError
 from holdover.serve.openapi import method_infos, settings_schema
-from holdover.serve.queue import Generation
+from holdover.serve.queue import ImageSpec
 from holdover.serve.schemas import ImageRequest
 from holdover.serve.settings import Settings
 from holdover.serve.validation import ModelInfo, preview_steps, requested_cache, validate
@@ -29,7 +29,7 @@ FLUX = ModelInfo(
 BARE = ModelInfo("bare", "BarePipeline", "BareModel", frozenset(), 20, (64, 64), 8, False, False)
 
 
-def validated(model: ModelInfo = FLUX, **request: Any) -> list[Generation]:
+def validated(model: ModelInfo = FLUX, **request: Any) -> list[ImageSpec]:
     return validate(ImageRequest(prompt="x", **request), model, Settings(), NONE)
 
 

@@ -27,7 +27,7 @@ from holdover.serve.worker import CacheSwitch, profile_report
 from snapshots import denoiser, differences
 from tiny.prompted import prompted_flux
 
-from .test_model import generation, ignore
+from .test_model import ignore, spec
 
 NONE = own_config("none", {})
 RATIOS = {"mag_ratios": [1.0], "mag_max_skip_steps": 2, "mag_retention_ratio": 0.2}
@@ -41,7 +41,7 @@ def model() -> ServedModel:
 
 def generate(model: ServedModel, switch: CacheSwitch, cache: Config) -> tuple[Pixels, str]:
     with switch.use(cache) as backend:
-        pixels = model.generate([generation(3, cache=cache)], ignore)
+        pixels = model.generate([spec(3, cache=cache)], ignore)
         last = backend.stats().last
     assert last is not None
     return pixels, last.trace(last.branches[0])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import io
 import json
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -30,7 +28,7 @@ from .errors import ApiError, client_disconnected, install_handlers, invalid, to
 from .metrics import CONTENT_TYPE, RequestMetrics
 from .middleware import RequestMiddleware
 from .openapi import IMAGES_RESPONSE, error_responses, method_infos, openapi_document
-from .queue import GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size
+from .queue import Events, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size, follow
 from .schemas import (
     CacheInfo,
     CompareRequest,
@@ -114,16 +112,16 @@ async def generate(body: ImageRequest, request: Request) -> Any:
     """Generate images; with `stream`, send previews of one image while it is generated."""
     backend: ImageBackend = request.app.state.backend
     model, default_cache = backend.loaded()
-    generations = await asyncio.to_thread(
+    specs = await asyncio.to_thread(
         validate, body, model, request.app.state.settings, default_cache, request.state.request_id
     )
-    items = [QueueItem(generation) for generation in generations]
-    events = _follow(items)
+    items = [QueueItem(spec) for spec in specs]
+    events = follow(items)
     backend.submit(items)
     if body.stream:
         return EventStream(items[0], events)
     images = await _wait_for_all(request, items, events)
-    size = generations[0].output_size
+    size = specs[0].output_size
     pngs = [await asyncio.to_thread(encode_png, image.pixels, size) for image in images]
     fields = [
         {"url": f"data:image/png;base64,{png}"} if body.response_format == "url" else {"b64_json": png} for png in pngs
@@ -136,31 +134,16 @@ async def generate(body: ImageRequest, request: Request) -> Any:
     )
 
 
-Events = asyncio.Queue[Preview | Future[GeneratedImage]]
-
-
-def _follow(items: Sequence[QueueItem]) -> Events:
-    """The previews and finished futures of these items, brought from the worker's thread to the event loop."""
-    loop, events = asyncio.get_running_loop(), Events()
-
-    def deliver(event: Preview | Future[GeneratedImage]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-    for item in items:
-        item.on_preview = deliver
-        item.future.add_done_callback(deliver)
-    return events
-
-
 async def _wait_for_all(request: Request, items: Sequence[QueueItem], events: Events) -> list[GeneratedImage]:
     """All images of a request; if the client disconnects first, they are cancelled."""
 
     async def collect() -> list[GeneratedImage]:
-        for _ in items:
-            event = await events.get()
-            assert isinstance(event, Future)  # without a stream there are no previews
-            event.result()
+        left = len(items)
+        while left:
+            _, event = await events.get()
+            if isinstance(event, ApiError):
+                raise event
+            left -= isinstance(event, GeneratedImage)
         return [item.future.result() for item in items]
 
     async def watch() -> None:
@@ -194,25 +177,24 @@ class EventStream(StreamingResponse):
             self._item.future.cancel()
 
     async def _events(self, events: Events) -> AsyncIterator[str]:
-        index = 0
-        try:
-            while isinstance(event := await events.get(), Preview):
-                partial = await self._fields(event.pixels)
-                steps = self._item.generation.steps
-                yield _format(
-                    PartialImage(**partial, partial_image_index=index, step=event.step, steps=steps, trace=event.trace)
-                )
-                index += 1
-            image = event.result()
-            yield _format(
-                CompletedImage(**await self._fields(image.pixels), usage=_usage([image]), holdover=image.info)
-            )
-        except ApiError as error:
-            yield f"event: error\ndata: {json.dumps(error.body)}\n\n"
+        previews, steps = 0, self._item.spec.steps
+        while True:
+            _, event = await events.get()
+            if isinstance(event, Preview):
+                fields = await self._fields(event.pixels) | {"step": event.step, "steps": steps, "trace": event.trace}
+                yield _format(PartialImage(**fields, partial_image_index=previews))
+                previews += 1
+            elif isinstance(event, GeneratedImage):
+                fields = await self._fields(event.pixels)
+                yield _format(CompletedImage(**fields, usage=_usage([event]), holdover=event.info))
+                return
+            elif isinstance(event, ApiError):
+                yield f"event: error\ndata: {json.dumps(event.body)}\n\n"
+                return
 
     async def _fields(self, pixels: Pixels) -> dict[str, Any]:
         """The fields of both kinds of event."""
-        size = self._item.generation.output_size
+        size = self._item.spec.output_size
         png = await asyncio.to_thread(encode_png, pixels, size)
         return {"b64_json": png, "created_at": int(time.time()), "size": format_size(size)}
 

@@ -15,7 +15,7 @@ from ..errors import EnableError
 from ..runtime.backend import transformers_of
 from ..zoo import MODELS
 from ..zoo.emoji import STYLES, WEIGHTS, EmojiPipeline
-from .queue import Generation, Pixels, Size
+from .queue import ImageSpec, Pixels, Size
 from .settings import Settings
 from .validation import ModelInfo
 
@@ -32,7 +32,7 @@ class ServedModel:
         self.info = _model_info(name, pipeline, self.decode is not None)
         pipeline.set_progress_bar_config(disable=True)
 
-    def generate(self, batch: Sequence[Generation], on_step: OnStep) -> Pixels:
+    def generate(self, batch: Sequence[ImageSpec], on_step: OnStep) -> Pixels:
         """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter."""
 
         def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -24,7 +26,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Generation:
+class ImageSpec:
     """One image to generate, complete and checked; `preview_steps` are the steps after which previews are sent.
 
     `size` is the width and height at which the model generates, `output_size` that of the image in the response.
@@ -66,33 +68,42 @@ class GeneratedImage:
 
 
 Event = Literal["started"] | Preview | GeneratedImage | ApiError
-
-
-def _ignore(event: Any = None) -> None:
-    """No-op callback."""
+"""What happens to an image; the last one is the finished image or an error."""
 
 
 @dataclass(eq=False)
 class QueueItem:
     """One image in the queue. Cancelling its future removes it from the queue or stops its generation."""
 
-    generation: Generation
+    spec: ImageSpec
     submitted: float = field(default_factory=time.monotonic)
     future: Future[GeneratedImage] = field(default_factory=Future)
-    on_start: Callable[[], None] = _ignore
-    on_preview: Callable[[Preview], None] = _ignore
+    on_event: Callable[[Event], None] = lambda event: None
 
     def notify(self, event: Event) -> None:
-        """Pass on what happened to the image; nothing happens to one that was cancelled."""
+        """Resolve the future if the event is the last one, and pass the event on; ignored if it was cancelled."""
         with contextlib.suppress(InvalidStateError):
             if isinstance(event, GeneratedImage):
                 self.future.set_result(event)
             elif isinstance(event, ApiError):
                 self.future.set_exception(event)
-            elif isinstance(event, Preview):
-                self.on_preview(event)
-            else:
-                self.on_start()
+            self.on_event(event)
+
+
+Events = asyncio.Queue[tuple[int, Event]]
+
+
+def follow(items: Sequence[QueueItem]) -> Events:
+    """The events of these items with the item's index, brought from the worker's thread to the running event loop."""
+    loop, events = asyncio.get_running_loop(), Events()
+
+    def deliver(index: int, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+    for index, item in enumerate(items):
+        item.on_event = partial(deliver, index)
+    return events
 
 
 class ImageBackend(Protocol):
@@ -173,7 +184,7 @@ class BatchQueue:
                 if self._closed:
                     return None
             oldest = self._items[0]
-            if oldest.generation.cache.batchable:
+            if oldest.spec.cache.batchable:
                 remaining = oldest.submitted + self._max_wait - time.monotonic()
                 self._changed.wait_for(
                     lambda: self._closed or len(self._batch(oldest)) >= self._max_batch, max(remaining, 0.0)
@@ -196,8 +207,8 @@ class BatchQueue:
 
     def _batch(self, oldest: QueueItem) -> list[QueueItem]:
         """The items that share the oldest one's batch key; itself alone if its method decides by the data."""
-        limit, key = self._max_batch if oldest.generation.cache.batchable else 1, oldest.generation.batch_key
-        return [item for item in self._items if item.generation.batch_key == key][:limit]
+        limit, key = self._max_batch if oldest.spec.cache.batchable else 1, oldest.spec.batch_key
+        return [item for item in self._items if item.spec.batch_key == key][:limit]
 
     def _drop_cancelled(self) -> None:
         self._items = [item for item in self._items if not item.future.cancelled()]

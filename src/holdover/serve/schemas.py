@@ -251,8 +251,12 @@ class FrontierPoint(BaseModel):
 class ProfileReport(BaseModel):
     """What the profiles say about the model that is served."""
 
-    profile: dict[str, Any] | None = Field(default=None, description="The constants that the method uses, with their source.")
-    certificates: list[dict[str, Any]] = Field(default=[], description="Targets that were tested, with their confidence.")
+    profile: dict[str, Any] | None = Field(
+        default=None, description="The constants that the method uses, with their source."
+    )
+    certificates: list[dict[str, Any]] = Field(
+        default=[], description="Targets that were tested, with their confidence."
+    )
     frontier: list[FrontierPoint] = Field(default=[], description="Schedules that were measured on this model.")
     targets: bool = Field(default=False, description="Whether a request may have a quality target.")
 

@@ -12,7 +12,7 @@ from ..errors import ConfigError, did_you_mean
 from ..selector import config_class, methods, own_config
 from .errors import ApiError, invalid, too_large
 from .openapi import is_server_setting
-from .queue import Generation, Size
+from .queue import ImageSpec, Size
 from .schemas import ImageRequest
 from .settings import Settings
 
@@ -41,7 +41,7 @@ class ModelInfo:
 
 def validate(
     request: ImageRequest, model: ModelInfo, settings: Settings, default_cache: Config, request_id: str = ""
-) -> list[Generation]:
+) -> list[ImageSpec]:
     """The images that a request asks for, with defaults filled in; an ApiError names the field that is wrong."""
     if request.model not in (None, model.name):
         hint = did_you_mean(request.model or "", [model.name]) or f" This server has {model.name!r}."
@@ -64,7 +64,7 @@ def validate(
         "preview_steps": _preview_steps(request, model, steps),
         "request_id": request_id,
     }
-    return [Generation(seed=seed + index, **common) for index in range(count)]
+    return [ImageSpec(seed=seed + index, **common) for index in range(count)]
 
 
 def _count(request: ImageRequest, settings: Settings) -> int:

@@ -176,13 +176,13 @@ class Worker:
         self._profile, self._default = profile, cache
 
     def _generate(self, batch: Sequence[QueueItem], model: ServedModel, switch: CacheSwitch) -> None:
-        cache, start = batch[0].generation.cache, time.monotonic()
+        cache, start = batch[0].spec.cache, time.monotonic()
         for item in batch:
             item.notify("started")
         try:
             with switch.use(cache) as backend:
                 on_step = self._step_callback(batch, model, backend)
-                pixels = model.generate([item.generation for item in batch], on_step)
+                pixels = model.generate([item.spec for item in batch], on_step)
                 stats = backend.stats().last
             self._finish(batch, pixels, model, stats or GenerationStats(cache.method, {}), start)
             self._failures = 0
@@ -194,16 +194,16 @@ class Worker:
         except torch.OutOfMemoryError:
             _fail(batch, ApiError(503, "The device is out of memory: request a smaller image.", "out_of_memory"))
         except Exception:
-            logger.exception("requests %s failed", ", ".join(item.generation.request_id for item in batch))
+            logger.exception("requests %s failed", ", ".join(item.spec.request_id for item in batch))
             self._failures += 1
             _fail(batch, internal())
 
     def _step_callback(self, batch: Sequence[QueueItem], model: ServedModel, backend: CacheBackend) -> OnStep:
         """Called after each step: stops a batch that is cancelled, and sends previews."""
-        preview_steps = frozenset(step for item in batch for step in item.generation.preview_steps)
+        preview_steps = frozenset(step for item in batch for step in item.spec.preview_steps)
         decoder = None
         if model.decode is not None and preview_steps:
-            decoder = PreviewDecoder(model.decode, model.pipeline.scheduler, batch[0].generation.size)
+            decoder = PreviewDecoder(model.decode, model.pipeline.scheduler, batch[0].spec.size)
 
         def on_step(step: int, latents: torch.Tensor) -> None:
             if all(item.future.cancelled() for item in batch):
@@ -214,7 +214,7 @@ class Worker:
             if step + 1 in preview_steps:
                 previews, trace = decoder.preview(step), _traces(backend.stats().last)
                 for item, pixels in zip(batch, previews, strict=True):
-                    if step + 1 in item.generation.preview_steps:
+                    if step + 1 in item.spec.preview_steps:
                         item.notify(Preview(pixels, step + 1, trace))
 
         return on_step
@@ -225,10 +225,10 @@ class Worker:
         """Record the batch, and resolve the futures of its items."""
         seconds = time.monotonic() - start
         self._queue.admission.record(seconds / len(batch))
-        first = batch[0].generation
+        first = batch[0].spec
         infos = [
             GenerationInfo(
-                seed=item.generation.seed,
+                seed=item.spec.seed,
                 method=first.cache.method,
                 settings=first.cache.as_dict(),
                 steps=first.steps,
@@ -254,7 +254,7 @@ class Worker:
         self._metrics.record(infos)
         image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
         for item, image, info in zip(batch, pixels, infos, strict=True):
-            tokens = model.count_tokens(item.generation.prompt), image_tokens
+            tokens = model.count_tokens(item.spec.prompt), image_tokens
             item.notify(GeneratedImage(image, info, tokens))
 
 

@@ -305,14 +305,14 @@ class RayBackend:
     async def _generate_once(self, items: Sequence[QueueItem], last_steps: dict[QueueItem, int]) -> None:
         """Send unfinished images to one replica; it is lost if its stream ends before they are finished."""
         left = [item for item in items if not item.future.done()]
-        generations = [item.generation for item in left]
+        specs = [item.spec for item in left]
         call, prompt = uuid.uuid4().hex, ""
         if self._caches_prompts:
-            prompts = [(one.prompt, one.negative_prompt) for one in generations]
+            prompts = [(one.prompt, one.negative_prompt) for one in specs]
             prompt = hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest()
         method = self._replicas.options(method_name="generate", stream=True, session_id=f"{call} {prompt}")
         ACTIVE_CALLS.add(call)
-        stream = method.remote(generations, time.monotonic() - left[0].submitted, self._profile)
+        stream = method.remote(specs, time.monotonic() - left[0].submitted, self._profile)
         finished = 0
         try:
             async for index, event in stream:

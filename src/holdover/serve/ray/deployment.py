@@ -10,8 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,8 +18,9 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from ...errors import HoldoverError
+from ..errors import ApiError
 from ..launch import ServeError, disable_progress_bars, free_port
-from ..queue import Event, GeneratedImage, Generation, QueueItem
+from ..queue import Event, GeneratedImage, ImageSpec, QueueItem, follow
 from ..schemas import CacheReport
 from ..settings import RaySettings, api_keys
 from ..validation import ModelInfo
@@ -93,32 +92,19 @@ class Replica:
         return self.worker.loaded()[0], self.worker.prompt_cache is not None
 
     async def generate(
-        self, generations: Sequence[Generation], waited: float, profile: ProfileFile | None
+        self, specs: Sequence[ImageSpec], waited: float, profile: ProfileFile | None
     ) -> AsyncIterator[tuple[int, Event]]:
         """Generate the images of one request, accepted `waited` seconds ago; yields events with the image's index."""
         if profile is not None:
             profile.write()
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
-
-        def deliver(index: int, event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(events.put_nowait, (index, event))
-
-        def finish(index: int, future: Future[GeneratedImage]) -> None:
-            if not future.cancelled():
-                error: Any = future.exception()
-                deliver(index, error or future.result())
-
-        items = [QueueItem(generation, time.monotonic() - waited) for generation in generations]
-        for index, item in enumerate(items):
-            item.on_start, item.on_preview = partial(deliver, index, "started"), partial(deliver, index)
-            item.future.add_done_callback(partial(finish, index))
+        items = [QueueItem(spec, time.monotonic() - waited) for spec in specs]
+        events = follow(items)
         self.worker.submit(items)
         left = len(items)
         try:
             while left:
                 index, event = await events.get()
-                left -= isinstance(event, (GeneratedImage, Exception))
+                left -= isinstance(event, (GeneratedImage, ApiError))
                 yield index, event
         finally:
             for item in items:
