@@ -49,7 +49,7 @@ def nearly_equal(a: bytes, b: bytes, share: float = 0.01) -> bool:
 
 
 class Client:
-    """What tests ask a server."""
+    """A client of a server, with helpers for tests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -61,12 +61,12 @@ class Client:
         return self.http.post("/v1/images/generations", json=asked)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a counter, of all replicas together; 0 where it has not been counted yet."""
+        """The value of a metric, summed over replicas; 0 if it has no samples yet."""
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         return sum(value for found, value in self.samples(name) if wanted <= found)
 
     def samples(self, name: str) -> list[tuple[set[str], float]]:
-        """Every sample of a counter with its labels."""
+        """All samples of a metric with their labels."""
         lines = [
             re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line) for line in self.http.get("/metrics").text.splitlines()
         ]

@@ -32,7 +32,7 @@ def occupied(server: Server, until_waiting: int) -> Iterator[None]:
 
 
 def at_once(server: Server, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first image of each request, all of which wait at the same time."""
+    """The first image of each request, all of which wait in the queue together."""
     with ThreadPoolExecutor(len(requests)) as pool:
         with occupied(server, len(requests)):
             answers = [pool.submit(server.generate, **request) for request in requests]
@@ -148,7 +148,7 @@ def small() -> Iterator[Server]:
 
 @pytest.mark.parametrize("sent", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}])
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/cache", "/metrics"])
-def test_a_wrong_key_opens_nothing(small: Server, path: str, sent: dict[str, str]) -> None:
+def test_a_wrong_key_is_rejected(small: Server, path: str, sent: dict[str, str]) -> None:
     answer = httpx.get(small.url + path, headers=sent)
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -159,7 +159,7 @@ def test_health_and_the_page_need_no_key(small: Server) -> None:
     assert [httpx.get(small.url + path).status_code for path in ("/health", "/ready", "/")] == [200, 200, 200]
 
 
-def test_a_page_that_is_named_may_use_the_server(small: Server) -> None:
+def test_pages_of_an_allowed_origin_may_use_the_server(small: Server) -> None:
     asks = {"origin": "https://pages.example", "access-control-request-method": "POST"}
     allowed = httpx.options(f"{small.url}/v1/images/generations", headers=asks)
     assert allowed.headers["access-control-allow-origin"] == "https://pages.example"

@@ -1,4 +1,4 @@
-"""Images over HTTP, asked for with curl's request and with OpenAI's own client."""
+"""Images over HTTP: requests as curl sends them, and those of OpenAI's client."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_another_method_for_one_request_leaves_no_trace_in_the_next(server: Serv
         assert after["b64_json"] == before["b64_json"] != other["b64_json"]
 
 
-def test_settings_without_a_method_change_the_servers_own(server: Server) -> None:
+def test_settings_without_a_method_change_the_default(server: Server) -> None:
     how = server.generate(steps=6, cache={"mag_max_skip_steps": 1}).json()["data"][0]["holdover"]
     assert how["method"] == "mag_cache"
     assert (how["settings"]["mag_threshold"], how["settings"]["mag_max_skip_steps"]) == (0.24, 1)
     assert "hh" not in how["trace"]["cond"]
 
 
-def test_several_images_have_the_following_seeds(client: openai.OpenAI, server: Server) -> None:
+def test_several_images_have_consecutive_seeds(client: openai.OpenAI, server: Server) -> None:
     answer = client.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 7, **FEW})
     assert answer.data is not None
     hows = [image.holdover for image in answer.data]  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def test_several_images_have_the_following_seeds(client: openai.OpenAI, server: 
     assert answer.usage.output_tokens == 2 * 256
 
 
-def test_without_a_seed_each_image_is_another(server: Server) -> None:
+def test_without_a_seed_every_image_is_different(server: Server) -> None:
     first, second = (server.generate(seed=None).json()["data"][0] for _ in range(2))
     assert first["holdover"]["seed"] != second["holdover"]["seed"]
     assert server.generate(seed=first["holdover"]["seed"]).json()["data"][0]["b64_json"] == first["b64_json"]
@@ -139,7 +139,7 @@ def test_a_url_is_the_image_itself(client: openai.OpenAI) -> None:
     assert opened(b64).size == (64, 64)
 
 
-def test_a_stream_shows_the_image_as_it_forms(client: openai.OpenAI, server: Server) -> None:
+def test_a_stream_has_previews_and_the_image(client: openai.OpenAI, server: Server) -> None:
     asked = {"seed": 3, "steps": 6, "guidance": 1.0}
     stream = client.images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body=asked)
     *partial, done = list(stream)
@@ -170,7 +170,7 @@ def test_a_failure_inside_a_stream_reaches_the_client(client: openai.OpenAI) -> 
         list(client.images.generate(prompt=PROMPT, stream=True, extra_body=asked))
 
 
-# What is wrong is said
+# Errors
 
 
 WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
@@ -205,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("change", "status", "param", "said"), WRONG, ids=[str(row[0])[:40] for row in WRONG])
-def test_a_wrong_request_is_told_what_is_wrong(
+def test_an_error_says_what_is_wrong_with_the_request(
     server: Server, change: dict[str, Any], status: int, param: str | None, said: str
 ) -> None:
     answer = server.generate(**change)
@@ -227,7 +227,7 @@ def test_a_wrong_request_is_told_what_is_wrong(
         ('{"prompt": "x", "guidance": NaN}', "application/json", "finite"),
     ],
 )
-def test_what_is_not_a_request_is_told_so(server: Server, content: str, kind: str, said: str) -> None:
+def test_a_body_that_is_no_request_is_an_error(server: Server, content: str, kind: str, said: str) -> None:
     answer = server.http.post("/v1/images/generations", content=content, headers={"content-type": kind})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]

@@ -38,7 +38,7 @@ def test_curl_generates_the_dragon(server: Server, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_curl_generates_the_dragon(server: Server, tmp_path: Path) -> None:
 
 
 def test_every_flag_of_the_guide_exists() -> None:
-    shown = subprocess.run([HOLDOVER, "serve", "--help"], capture_output=True, text=True, check=True, timeout=120)
+    shown = subprocess.run([HOLDOVER, "serve", "--help"], capture_output=True, text=True, check=True, timeout=300)
     named = set(
         re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", re.sub(r"```(bash|dockerfile|yaml).*?```", "", GUIDE, flags=re.S))
     )

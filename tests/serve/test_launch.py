@@ -20,6 +20,8 @@ from holdover.serve import Settings, create_app, running
 from holdover.serve.launch import ServeError
 from holdover.serve.model import ServedModel
 
+from .servers import PATIENCE
+
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["serve", *arguments])
@@ -62,7 +64,7 @@ def test_the_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from holdover.cli import app; app(['serve', '--help'], standalone_mode=False); print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     loaded = set(done.stdout.split("\n")[-2].split())
     assert "holdover.serve.settings" in loaded
     assert loaded & {"torch", "diffusers", "fastapi", "uvicorn", "numpy"} == set()
@@ -90,11 +92,11 @@ def test_a_cache_without_constants_ends_the_server(tmp_path: Path) -> None:
         pass
 
 
-# Before the model is there
+# Before the model is loaded
 
 
-def test_until_the_model_is_loaded_the_server_asks_for_patience() -> None:
-    """The application without its start: it is as if the model were loading for ever."""
+def test_until_the_model_is_loaded_requests_get_503() -> None:
+    """The application is never started, so its model never finishes loading."""
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(create_app())
@@ -108,8 +110,8 @@ def test_until_the_model_is_loaded_the_server_asks_for_patience() -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_key_is_asked_for_below_a_prefix_too() -> None:
-    """As Ray Serve has it where several applications share an address."""
+def test_a_key_is_required_below_a_prefix_too() -> None:
+    """Ray Serve uses prefixes when several applications share an address."""
 
     async def ask(path: str) -> int:
         transport = httpx.ASGITransport(create_app(api_keys=["correct horse"]), root_path="/images")
@@ -122,7 +124,9 @@ def test_a_key_is_asked_for_below_a_prefix_too() -> None:
 def test_a_server_in_this_process_ends_with_its_block() -> None:
     with running(cache_backend="mag_cache") as server:
         answer = httpx.post(
-            f"{server.url}/v1/images/generations", json={"prompt": "ghost", "steps": 2, "guidance": 1.0}, timeout=60
+            f"{server.url}/v1/images/generations",
+            json={"prompt": "ghost", "steps": 2, "guidance": 1.0},
+            timeout=PATIENCE,
         )
         assert answer.json()["data"][0]["holdover"]["method"] == "mag_cache"
     with pytest.raises(httpx.ConnectError):
@@ -139,7 +143,7 @@ def test_an_unexpected_failure_hides_its_details_and_the_next_image_is_generated
 
         def generate() -> httpx.Response:
             asked = {"prompt": "ghost", "steps": 1, "guidance": 1.0}
-            return httpx.post(f"{server.url}/v1/images/generations", json=asked, timeout=60)
+            return httpx.post(f"{server.url}/v1/images/generations", json=asked, timeout=PATIENCE)
 
         with monkeypatch.context() as broken:
             broken.setattr(ServedModel, "generate", fail)

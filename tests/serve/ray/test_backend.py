@@ -33,14 +33,14 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(backend.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-def test_settings_arrive_as_they_were_sent() -> None:
+def test_settings_survive_packing() -> None:
     sent = pack_cache({"cache_backend": "mag_cache", "cache_config": {"mag_threshold": 0.1}})
     assert json.loads(json.dumps(sent)) == sent == pack_cache(sent)
     assert unpack_config(sent).as_dict()["mag_threshold"] == 0.1
     assert packed_profile(sent) is None
 
 
-def test_a_profile_goes_along_and_needs_no_file_where_it_arrives(tmp_path: Path) -> None:
+def test_a_profile_is_sent_with_its_content(tmp_path: Path) -> None:
     mine = tmp_path / "mine.safetensors"
     shutil.copy(PROFILE, mine)
     sent = json.loads(json.dumps(pack_cache({"cache_backend": "plan", "cache_config": {"profile": str(mine)}})))
@@ -65,7 +65,7 @@ def test_a_profile_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pyt
         pack_cache({"cache_backend": "plan", "cache_config": {"profile": str(PROFILE)}})
 
 
-def test_what_cannot_change_while_replicas_run_is_named() -> None:
+def test_settings_that_cannot_change_are_errors() -> None:
     with pytest.raises(
         ConfigError, match="'cache_backnd' cannot change while replicas run. Did you mean 'cache_backend'?"
     ):

@@ -60,10 +60,11 @@ class Cluster(Client):
         self._address = f"127.0.0.1:{port}"
         start = [program("ray"), "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
         sizes = ["--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", "100000000"]
-        without = ["--include-dashboard", "false", "--ray-client-server-port", "0", "--no-monitor"]
+        without = ["--include-dashboard", "false", "--no-monitor"]
         with self._log.open("w") as log:
             self.process = psutil.Popen([*start, *sizes, *without], env=ENVIRONMENT, stdout=log, stderr=log)
-        assert eventually(lambda: "Ray runtime started" in self._log.read_text()), self._log.read_text()
+        assert eventually(lambda: "Ray runtime started" in self._log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self._log.read_text()
         self.deploy(*STARTED)
         super().__init__(f"http://127.0.0.1:{self._http}")
         assert eventually(self._ready), self._log.read_text()
@@ -228,7 +229,7 @@ def test_it_answers_as_a_server_of_one_process_does(server: Cluster) -> None:
         assert one.get("/").text == server.http.get("/").text
 
 
-def test_every_answer_has_one_id(server: Cluster) -> None:
+def test_every_response_has_one_request_id(server: Cluster) -> None:
     assert server.http.get("/health", headers={"x-request-id": "abc-1"}).headers.get_list("x-request-id") == ["abc-1"]
     assert len(server.http.get("/nothing").headers.get_list("x-request-id")) == 1
 
@@ -252,7 +253,7 @@ def test_when_a_client_gives_up_the_generation_stops(server: Cluster) -> None:
 # Many replicas
 
 
-def test_counters_of_all_replicas_add_up(server: Cluster) -> None:
+def test_metrics_of_all_replicas_add_up(server: Cluster) -> None:
     def counted() -> tuple[float, ...]:
         computed = server.metric("holdover_steps_total", kind="computed")
         requests = server.metric("holdover_requests_total", route="/v1/images/generations", status="200")
