@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,6 @@ class RunningServer:
     """A server on a thread of this process."""
 
     url: str
-    worker: Worker
 
 
 def serve(settings: Settings) -> None:
@@ -46,7 +44,8 @@ def serve(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # uvicorn raises it again when it is done
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
-    _raise_failure(worker)
+    if worker.failure is not None:
+        raise _load_error(worker.failure) from worker.failure
 
 
 @contextlib.contextmanager
@@ -58,10 +57,11 @@ def running(**settings: Any) -> Iterator[RunningServer]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="holdover-server", daemon=True)
     thread.start()
     try:
-        while not worker.is_loaded:
-            _raise_failure(worker)
-            time.sleep(0.05)
-        yield RunningServer(_url(listener), worker)
+        try:
+            worker.wait_until_loaded()
+        except Exception as error:
+            raise _load_error(error) from error
+        yield RunningServer(_url(listener))
     finally:
         server.should_exit = True
         thread.join()
@@ -118,6 +118,5 @@ def _url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def _raise_failure(worker: Worker) -> None:
-    if worker.failure is not None:
-        raise ServeError(f"The model cannot be served: {worker.failure}") from worker.failure
+def _load_error(error: Exception) -> ServeError:
+    return ServeError(f"The model cannot be served: {error}")

@@ -68,9 +68,9 @@ class Worker:
         """Start the thread, which loads the model; does not wait for it."""
         self._thread.start()
 
-    async def wait_until_loaded(self) -> None:
-        """Wait for the model; raises the error if it cannot be loaded."""
-        await asyncio.to_thread(self._settled.wait)
+    def wait_until_loaded(self) -> None:
+        """Block until the model is loaded; raises the error if it cannot be."""
+        self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
@@ -84,10 +84,6 @@ class Worker:
         if self._model is None or self._default is None:
             raise unavailable("The model is still loading.", "model_loading")
         return self._model.info, self._default
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._model is not None
 
     @property
     def healthy(self) -> bool:

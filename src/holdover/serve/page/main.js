@@ -42,7 +42,7 @@ function showModel(model, cache) {
   $("methods").replaceChildren($("methods").querySelector("legend"), element("div", { className: "segments" }, ...buttons));
   showSettings(state.given);
   showStatus("");
-  drawPlot();
+  updatePlot();
   if (state.frontier.length) $("plot-note").textContent = "The line is the frontier in the model's profile; each point is a setting you tried.";
   if (linked) run();
 }
@@ -172,10 +172,10 @@ async function showResult(plain, cached, cache) {
   $("forwards").textContent = `${computed} of ${computed + held}`;
   $("bytes").textContent = bytes(cached.holdover.held_bytes);
   state.points.push({ method: cache.method, speed: (computed + held) / computed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
-  drawPlot();
+  updatePlot();
 }
 
-const drawPlot = () => plot($("plot"), state.points.slice(-40), state.frontier);
+const updatePlot = () => plot($("plot"), state.points.slice(-40), state.frontier);
 
 const labelOf = ({ method: name, ...settings }) => [name, ...Object.values(settings)].join(" ");
 const bytes = (n) => (n < 1e3 ? `${n} B` : n < 1e6 ? `${(n / 1e3).toFixed(0)} kB` : n < 1e9 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e9).toFixed(2)} GB`);
@@ -228,7 +228,7 @@ $("share").addEventListener("click", async () => {
   updateLink();
   await navigator.clipboard?.writeText(location.href).then(() => showStatus("Link copied."), () => showStatus("The link is in the address bar."));
 });
-window.addEventListener("resize", drawPlot);
+window.addEventListener("resize", updatePlot);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") state.running?.abort();
 });

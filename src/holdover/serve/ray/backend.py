@@ -36,6 +36,9 @@ from ..validation import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+HEALTH_TIMEOUT = 30.0
+"""Seconds that a replica has to answer; Serve replaces one that does not."""
+
 
 # The default cache, which may change while replicas run
 
@@ -383,7 +386,7 @@ class RayBackend:
 async def _broadcast(handle: DeploymentHandle, method: str) -> list[Any]:
     """The answers of all replicas that can answer; those that start or end cannot."""
     try:
-        answers = await handle.broadcast(method).results_async(timeout_s=10, return_exceptions=True)
+        answers = await handle.broadcast(method).results_async(timeout_s=HEALTH_TIMEOUT, return_exceptions=True)
     except (serve.exceptions.RayServeException, TimeoutError):
         return []
     return [answer for answer in answers if not isinstance(answer, BaseException)]

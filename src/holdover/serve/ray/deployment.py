@@ -24,7 +24,16 @@ from ..queue import Event, GeneratedImage, ImageSpec, QueueItem, follow
 from ..schemas import CacheReport
 from ..settings import RaySettings, api_keys
 from ..validation import ModelInfo
-from .backend import CACHE_SETTINGS, ProfileFile, PromptRouter, RayBackend, pack_cache, unpack_cache, unpack_config
+from .backend import (
+    CACHE_SETTINGS,
+    HEALTH_TIMEOUT,
+    ProfileFile,
+    PromptRouter,
+    RayBackend,
+    pack_cache,
+    unpack_cache,
+    unpack_config,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "holdover"
 _LOCAL = "local"
-_HEALTH = {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0}
+_HEALTH = {"health_check_period_s": 5.0, "health_check_timeout_s": HEALTH_TIMEOUT}
 
 
 class UnhealthyReplicaError(HoldoverError):
@@ -68,7 +77,7 @@ class Replica:
 
             worker = Worker(self._settings.worker_settings(unpack_cache(pack_cache(cache))))
             await worker.start()
-            await worker.wait_until_loaded()
+            await asyncio.to_thread(worker.wait_until_loaded)
             self._worker = worker
         else:
             self._change = asyncio.create_task(self.set_default(cache))
