@@ -59,8 +59,8 @@ class Cluster(Client):
         self._file, self._log, (port, self._http) = folder / "app.yaml", folder / "ray.log", free_ports()
         self._address = f"127.0.0.1:{port}"
         start = [program("ray"), "start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
-        sizes = ["--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", "100000000"]
-        without = ["--include-dashboard", "false", "--no-monitor"]
+        sizes = ["--num-cpus", "1", "--num-gpus", "0", "--object-store-memory", "100000000"]
+        without = ["--include-dashboard", "false", "--include-log-monitor", "false", "--no-monitor"]
         with self._log.open("w") as log:
             self.process = psutil.Popen([*start, *sizes, *without], env=ENVIRONMENT, stdout=log, stderr=log)
         assert eventually(lambda: "Ray runtime started" in self._log.read_text() or self.process.poll() is not None)
