@@ -100,6 +100,7 @@ def test_when_a_client_closes_its_connection_the_generation_stops(server: Server
     connection.close()
     assert eventually(lambda: stops(server) == (stopped + 2, gone + 2))
     assert finished(server) == complete
+    assert "Traceback" not in server.log
 
 
 def test_the_rest_of_a_batch_goes_on_when_one_client_leaves(server: Server) -> None:

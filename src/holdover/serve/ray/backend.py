@@ -308,6 +308,8 @@ class RayBackend:
     async def _generate_once(self, items: Sequence[QueueItem], last_steps: dict[QueueItem, int]) -> None:
         """Send unfinished images to one replica; it is lost if its stream ends before they are finished."""
         left = [item for item in items if not item.future.done()]
+        if not left:
+            return
         specs = [item.spec for item in left]
         call, prompt = uuid.uuid4().hex, ""
         if self._caches_prompts:
