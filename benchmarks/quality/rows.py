@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
-from holdover.plan.search import growing, uniform
 
 from holdover.grid import Grid
+from holdover.plan.search import growing, uniform
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import Profile
 

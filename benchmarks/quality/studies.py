@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from holdover.plan.planner import search_profile
 
 import holdover
 from holdover.errors import HoldoverWarning
 from holdover.metrics import METRICS, Summary, psnr
+from holdover.plan.planner import search_profile
 from holdover.profiles import Profile
 
 from ..speed.methods import MAG

@@ -14,7 +14,7 @@ MAG = '{"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The model in the box with MagCache, started as the proposal has it, and with the prompt cache on."""
+    """The model in the box with MagCache, started as in the proposal, with the prompt cache on."""
     flags = ("--cache-backend", "mag_cache", "--cache-config", MAG, "--max-wait", "0", "--max-batch", "3")
     running = Server(*flags, environment={"OMNI_DIFFUSION_PROMPT_EMBED_CACHE": "1"}).wait_until_ready()
     yield running
@@ -23,7 +23,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shell that runs the tests must not lock them out."""
+    """Ignore keys in the environment of the tests."""
     for name in ("HOLDOVER_API_KEYS", "OPENAI_BASE_URL"):
         if name in os.environ:
             monkeypatch.delenv(name)

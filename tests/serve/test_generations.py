@@ -1,4 +1,4 @@
-"""Pictures over HTTP, asked for with curl's request and with OpenAI's own client."""
+"""Images over HTTP: requests as curl sends them, and those of OpenAI's client."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from PIL import Image
 
 import holdover
 from holdover.selector import methods
-from images import assert_same_image
 
-from .servers import Server
+from .servers import Server, image_bytes, nearly_equal
 
 PROMPT = "red apple, glossy 3d style"
 FEW = {"steps": 3, "guidance": 1.0}
@@ -38,17 +37,13 @@ def opened(b64: str | None) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
-def pixels(b64: str | None) -> list[Any]:
-    return list(opened(b64).get_flattened_data())
-
-
-def drawn_here(pipe: Any, seed: int = 1, steps: int = 3) -> Image.Image:
+def generated_here(pipe: Any, seed: int = 1, steps: int = 3) -> Image.Image:
     generator = torch.Generator().manual_seed(seed)
-    picture: Image.Image = pipe(PROMPT, num_inference_steps=steps, guidance_scale=1.0, generator=generator).images[0]
-    return picture
+    image: Image.Image = pipe(PROMPT, num_inference_steps=steps, guidance_scale=1.0, generator=generator).images[0]
+    return image
 
 
-# The request of the proposal, as it is written there
+# The request of the proposal, as written there
 
 
 def test_the_request_of_the_proposal_works_as_written(server: Server) -> None:
@@ -64,9 +59,9 @@ def test_the_request_of_the_proposal_works_as_written(server: Server) -> None:
         },
     )
     assert answer.status_code == 200
-    picture = answer.json()["data"][0]
-    assert opened(picture["b64_json"]).size == (1024, 1024)
-    how = picture["holdover"]
+    image = answer.json()["data"][0]
+    assert opened(image["b64_json"]).size == (1024, 1024)
+    how = image["holdover"]
     assert (how["method"], how["steps"], how["seed"], how["drawn_size"]) == ("mag_cache", 50, 42, "64x64")
     assert how["settings"]["mag_threshold"] == 0.24
     assert how["computed"]["cond"] + how["held"]["cond"] == 50
@@ -76,81 +71,75 @@ def test_the_request_of_the_proposal_works_as_written(server: Server) -> None:
 # OpenAI's client
 
 
-def test_a_plain_picture_is_the_one_the_pipeline_draws(client: openai.OpenAI, pipe: Any) -> None:
+def test_a_plain_image_is_the_one_the_pipeline_generates(client: openai.OpenAI, pipe: Any) -> None:
     answer = client.images.generate(prompt=PROMPT, extra_body={"seed": 1, "cache": {"method": "none"}, **FEW})
     assert answer.data is not None
-    assert_same_image(opened(answer.data[0].b64_json), drawn_here(pipe))
+    assert nearly_equal(image_bytes(answer.data[0].b64_json), generated_here(pipe).tobytes())
     how = answer.data[0].holdover  # type: ignore[attr-defined]
     assert how["computed"] == {"cond": 3}
     assert how["held"] == {"cond": 0}
     assert how["trace"] == {"cond": "CCC"}
 
 
-def test_a_cached_picture_is_the_one_holdover_draws(client: openai.OpenAI, pipe: Any) -> None:
+def test_a_cached_image_is_the_one_holdover_generates(client: openai.OpenAI, pipe: Any) -> None:
     settings = {"mag_threshold": 0.5, "mag_max_skip_steps": 2, "mag_retention_ratio": 0.1}
     asked = {"seed": 4, "steps": 8, "guidance": 1.0, "cache": {"method": "mag_cache", **settings}}
     answer = client.images.generate(prompt=PROMPT, extra_body=asked)
     assert answer.data is not None
     with holdover.enable(pipe, "mag_cache", **settings) as cache:
-        here = drawn_here(pipe, seed=4, steps=8)
+        here = generated_here(pipe, seed=4, steps=8)
         last = cache.stats().last
     assert last is not None
     assert last.held_total > 0
     assert answer.data[0].holdover["trace"] == {"cond": last.trace("cond")}  # type: ignore[attr-defined]
-    assert_same_image(opened(answer.data[0].b64_json), here)
+    assert nearly_equal(image_bytes(answer.data[0].b64_json), here.tobytes())
 
 
 def test_another_method_for_one_request_leaves_no_trace_in_the_next(server: Server) -> None:
-    before = server.draw(steps=6).json()["data"][0]
+    before = server.generate(steps=6).json()["data"][0]
     for method in [name for name in methods() if name != "mag_cache"]:
-        other = server.draw(steps=6, cache={"method": method}).json()["data"][0]
-        after = server.draw(steps=6).json()["data"][0]
+        other = server.generate(steps=6, cache={"method": method}).json()["data"][0]
+        after = server.generate(steps=6).json()["data"][0]
         assert (other["holdover"]["method"], after["holdover"]["method"]) == (method, "mag_cache")
         assert after["holdover"]["trace"] == before["holdover"]["trace"] != other["holdover"]["trace"]
         assert after["b64_json"] == before["b64_json"] != other["b64_json"]
 
 
-def test_settings_without_a_method_change_the_servers_own(server: Server) -> None:
-    how = server.draw(steps=6, cache={"mag_max_skip_steps": 1}).json()["data"][0]["holdover"]
+def test_settings_without_a_method_change_the_default(server: Server) -> None:
+    how = server.generate(steps=6, cache={"mag_max_skip_steps": 1}).json()["data"][0]["holdover"]
     assert how["method"] == "mag_cache"
     assert (how["settings"]["mag_threshold"], how["settings"]["mag_max_skip_steps"]) == (0.24, 1)
     assert "hh" not in how["trace"]["cond"]
 
 
-def test_several_pictures_have_the_following_seeds(client: openai.OpenAI, server: Server) -> None:
+def test_several_images_have_consecutive_seeds(client: openai.OpenAI, server: Server) -> None:
     answer = client.images.generate(prompt=PROMPT, n=2, extra_body={"seed": 7, **FEW})
     assert answer.data is not None
-    hows = [picture.holdover for picture in answer.data]  # type: ignore[attr-defined]
+    hows = [image.holdover for image in answer.data]  # type: ignore[attr-defined]
     assert [how["seed"] for how in hows] == [7, 8]
-    alone = server.draw(seed=8).json()["data"][0]
-    assert nearly_equal(alone["b64_json"], answer.data[1].b64_json)
+    alone = server.generate(seed=8).json()["data"][0]
+    assert nearly_equal(image_bytes(alone["b64_json"]), image_bytes(answer.data[1].b64_json), share=0.001)
     assert answer.usage is not None
     assert answer.usage.output_tokens == 2 * 256
 
 
-def nearly_equal(a: str | None, b: str | None) -> bool:
-    """A batch rounds its sums in another order: at most one of 255, in few pixels."""
-    apart = [abs(x - y) for p, q in zip(pixels(a), pixels(b), strict=True) for x, y in zip(p, q, strict=True)]
-    return max(apart) <= 1 and sum(apart) <= 0.001 * len(apart)
-
-
-def test_without_a_seed_each_picture_is_another(server: Server) -> None:
-    first, second = (server.draw(seed=None).json()["data"][0] for _ in range(2))
+def test_without_a_seed_every_image_is_different(server: Server) -> None:
+    first, second = (server.generate(seed=None).json()["data"][0] for _ in range(2))
     assert first["holdover"]["seed"] != second["holdover"]["seed"]
-    assert server.draw(seed=first["holdover"]["seed"]).json()["data"][0]["b64_json"] == first["b64_json"]
+    assert server.generate(seed=first["holdover"]["seed"]).json()["data"][0]["b64_json"] == first["b64_json"]
 
 
-def test_a_url_is_the_picture_itself(client: openai.OpenAI) -> None:
+def test_a_url_is_the_image_itself(client: openai.OpenAI) -> None:
     asked = {"seed": 1, **FEW}
-    picture = client.images.generate(prompt=PROMPT, response_format="url", extra_body=asked).data
-    assert picture is not None
-    assert picture[0].b64_json is None
-    kind, _, b64 = (picture[0].url or "").partition(",")
+    image = client.images.generate(prompt=PROMPT, response_format="url", extra_body=asked).data
+    assert image is not None
+    assert image[0].b64_json is None
+    kind, _, b64 = (image[0].url or "").partition(",")
     assert kind == "data:image/png;base64"
     assert opened(b64).size == (64, 64)
 
 
-def test_a_stream_shows_the_picture_as_it_forms(client: openai.OpenAI, server: Server) -> None:
+def test_a_stream_has_previews_and_the_image(client: openai.OpenAI, server: Server) -> None:
     asked = {"seed": 3, "steps": 6, "guidance": 1.0}
     stream = client.images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body=asked)
     *partial, done = list(stream)
@@ -158,16 +147,16 @@ def test_a_stream_shows_the_picture_as_it_forms(client: openai.OpenAI, server: S
     assert [event.partial_image_index for event in partial] == [0, 1]  # type: ignore[union-attr]
     assert [event.step for event in partial] == [2, 4]  # type: ignore[union-attr]
     assert done.type == "image_generation.completed"
-    assert done.usage.input_tokens == server.draw(steps=1).json()["usage"]["input_tokens"] > 3
-    assert done.b64_json == server.draw(**asked).json()["data"][0]["b64_json"]
+    assert done.usage.input_tokens == server.generate(steps=1).json()["usage"]["input_tokens"] > 3
+    assert done.b64_json == server.generate(**asked).json()["data"][0]["b64_json"]
     whole = done.holdover["trace"]["cond"]  # type: ignore[attr-defined]
     assert [event.trace["cond"] for event in partial] == [whole[:2], whole[:4]]  # type: ignore[union-attr]
     apart = [distance(event.b64_json, done.b64_json) for event in partial]
-    assert apart[0] > apart[1] > 0  # each is nearer to the picture than the one before
+    assert apart[0] > apart[1] > 0  # each is nearer to the image than the one before
 
 
 def distance(a: str, b: str) -> int:
-    return sum(abs(x - y) for p, q in zip(pixels(a), pixels(b), strict=True) for x, y in zip(p, q, strict=True))
+    return sum(abs(x - y) for x, y in zip(image_bytes(a), image_bytes(b), strict=True))
 
 
 def test_a_stream_without_partial_images_is_one_event(client: openai.OpenAI) -> None:
@@ -181,7 +170,7 @@ def test_a_failure_inside_a_stream_reaches_the_client(client: openai.OpenAI) -> 
         list(client.images.generate(prompt=PROMPT, stream=True, extra_body=asked))
 
 
-# What is wrong is said
+# Errors
 
 
 WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
@@ -190,16 +179,16 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"prompt": 3}, 400, "prompt", "valid string"),
     ({"prompt": "x" * 1001}, 413, "prompt", "1001 characters; at most 1000"),
     ({"model": "emojy"}, 404, "model", "Did you mean 'emoji'?"),
-    ({"n": 5}, 413, "n", "at most 4 pictures"),
+    ({"n": 5}, 413, "n", "at most 4 images"),
     ({"n": 0}, 400, "n", "greater than or equal to 1"),
-    ({"n": 2, "stream": True}, 400, "n", "A stream draws one picture"),
+    ({"n": 2, "stream": True}, 400, "n", "A stream has one image"),
     ({"size": "64 by 64"}, 400, "size", "match pattern"),
-    ({"size": "64x32"}, 400, "size", "draws squares, such as 64x64"),
+    ({"size": "64x32"}, 400, "size", "generates squares, such as 64x64"),
     ({"size": "1025x1025"}, 413, "size", "1024 pixels"),
     ({"steps": 101}, 413, "steps", "at most 100"),
     ({"num_inference_steps": 4}, 400, "num_inference_steps", "steps is 3 and num_inference_steps is 4"),
     ({"cfg_scale": 2.0}, 400, "cfg_scale", "guidance is 1 and cfg_scale is 2"),
-    ({"partial_images": 2}, 400, "partial_images", "say stream as well"),
+    ({"partial_images": 2}, 400, "partial_images", "set stream to true"),
     ({"seed": -1}, 400, "seed", "greater than or equal to 0"),
     ({"cache": {"method": "magcache"}}, 400, "cache.method", "Did you mean 'mag_cache'?"),
     ({"cache": {"method": 3}}, 400, "cache.method", "must be a name"),
@@ -216,10 +205,10 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("change", "status", "param", "said"), WRONG, ids=[str(row[0])[:40] for row in WRONG])
-def test_a_wrong_request_is_told_what_is_wrong(
+def test_an_error_says_what_is_wrong_with_the_request(
     server: Server, change: dict[str, Any], status: int, param: str | None, said: str
 ) -> None:
-    answer = server.draw(**change)
+    answer = server.generate(**change)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["param"] == param
@@ -238,7 +227,7 @@ def test_a_wrong_request_is_told_what_is_wrong(
         ('{"prompt": "x", "guidance": NaN}', "application/json", "finite"),
     ],
 )
-def test_what_is_not_a_request_is_told_so(server: Server, content: str, kind: str, said: str) -> None:
+def test_a_body_that_is_no_request_is_an_error(server: Server, content: str, kind: str, said: str) -> None:
     answer = server.http.post("/v1/images/generations", content=content, headers={"content-type": kind})
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .servers import Server
+from .servers import PATIENCE, Server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
@@ -19,6 +19,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 ARTIFACTS = Path(os.environ.get("HOLDOVER_ARTIFACTS", Path(__file__).resolve().parents[2] / ".pytest_cache" / "page"))
+
+expect.set_options(timeout=1000 * PATIENCE)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 
@@ -32,20 +34,21 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page, what it complained about, and what it fetched."""
+    """A page, its console messages and its requests."""
 
     def __init__(self, browser: Browser, url: str, **options: object) -> None:
-        self.complaints: list[str] = []
-        self.fetched: list[str] = []
+        self.messages: list[str] = []
+        self.requests: list[str] = []
         self.page: Page = browser.new_context(**options).new_page()  # type: ignore[arg-type]
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.fetched.append(request.url))
+        self.page.on("console", lambda m: self.messages.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.set_default_timeout(1000 * PATIENCE)
         self.page.goto(url)
-        expect(self.page.locator("[name=method]").first).to_be_attached(timeout=20_000)
+        expect(self.page.locator("[name=method]").first).to_be_attached()
 
     def wait_for_the_result(self) -> None:
-        expect(self.page.locator("#psnr")).not_to_have_text("–", timeout=40_000)
+        expect(self.page.locator("#psnr")).not_to_have_text("–")
 
     def cells(self, side: str) -> str:
         """The strip's first branch: `C` computed, `h` held."""
@@ -63,7 +66,7 @@ def set_up(page: Page, prompt: str, steps: int = 6) -> None:
     page.fill("#guidance", "1")
 
 
-def test_a_prompt_is_drawn_plain_and_cached_side_by_side(browser: Browser, server: Server) -> None:
+def test_a_prompt_is_generated_without_and_with_a_cache(browser: Browser, server: Server) -> None:
     watched = Watched(browser, server.url, viewport={"width": 1240, "height": 1000})
     page = watched.page
     set_up(page, "ghost")
@@ -81,18 +84,18 @@ def test_a_prompt_is_drawn_plain_and_cached_side_by_side(browser: Browser, serve
 
     page.check("[value=tea_cache]", force=True)
     expect(page.locator("[data-setting=rel_l1_thresh]")).to_be_visible()
-    page.click("#draw")
+    page.click("#generate")
     watched.wait_for_the_result()
     assert page.locator("#plot circle").count() == 2
     assert "method=tea_cache" in page.url
 
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=ARTIFACTS / "page.png", full_page=True)
-    assert watched.complaints == []
-    assert [url for url in watched.fetched if not url.startswith((server.url, "data:"))] == []
+    assert watched.messages == []
+    assert [url for url in watched.requests if not url.startswith((server.url, "data:"))] == []
 
 
-def test_a_link_brings_the_settings_and_draws(browser: Browser, server: Server) -> None:
+def test_a_link_has_the_settings_and_starts_generating(browser: Browser, server: Server) -> None:
     query = "?prompt=rocket&style=&steps=4&guidance=1&seed=3&method=mag_cache&cache.mag_max_skip_steps=1"
     watched = Watched(browser, f"{server.url}/{query}")
     watched.wait_for_the_result()
@@ -101,7 +104,7 @@ def test_a_link_brings_the_settings_and_draws(browser: Browser, server: Server) 
     assert fields == {"prompt": "rocket", "style": "", "steps": "4", "guidance": "1", "seed": "3"}
     assert page.input_value("[data-setting=mag_max_skip_steps]") == "1"
     assert page.url.endswith(query)
-    assert watched.complaints == []
+    assert watched.messages == []
 
 
 def test_it_works_on_a_phone_in_the_dark_and_by_keyboard(browser: Browser, server: Server) -> None:
@@ -112,20 +115,20 @@ def test_it_works_on_a_phone_in_the_dark_and_by_keyboard(browser: Browser, serve
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", ground)[:3])) < 150
     set_up(page, "ghost", steps=60)
-    page.focus("#draw")
+    page.focus("#generate")
     page.keyboard.press("Enter")
     expect(page.locator("#stop")).to_be_focused()
-    expect(page.locator("#plain .cell.C").first).to_be_visible(timeout=20_000)
+    expect(page.locator("#plain .cell.C").first).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped.")
-    expect(page.locator("#draw")).to_be_focused()
-    assert watched.complaints == []
+    expect(page.locator("#generate")).to_be_focused()
+    assert watched.messages == []
 
 
-def test_a_refusal_is_shown(browser: Browser, server: Server) -> None:
+def test_an_error_is_shown(browser: Browser, server: Server) -> None:
     watched = Watched(browser, server.url)
     page = watched.page
     set_up(page, "ghost", steps=3)
     page.locator("#steps").evaluate("input => { input.max = 1000; input.value = 500; }")
-    page.click("#draw")
-    expect(page.locator("#status")).to_contain_text("steps is 500; this server draws with at most 100.")
+    page.click("#generate")
+    expect(page.locator("#status")).to_contain_text("steps is 500; this server allows at most 100.")

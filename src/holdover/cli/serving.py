@@ -12,8 +12,7 @@ import typer
 
 from ..config import allowed_values
 from ..errors import ConfigError, HoldoverError
-from ..serve.ray.settings import RaySettings
-from ..serve.settings import API_KEYS, Settings
+from ..serve.settings import API_KEYS, RaySettings, Settings
 from .application import app, fail, one_line_errors
 
 _SERVER_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
@@ -23,14 +22,11 @@ def serve(ray: bool = False, **flags: Any) -> None:
     """Check the flags before anything is loaded, then serve until stopped."""
     with one_line_errors():
         settings = RaySettings(**flags) if ray else _single_process_settings(flags)
-        cache_settings = settings.cache_settings
         _check_installed(ray)
-        from ..serve.choice import choice
-
-        choice(settings.cache_backend, cache_settings)
+        settings.check_cache()
     try:
         if isinstance(settings, RaySettings):
-            from ..serve.ray.launch import serve as serve_on_ray
+            from ..serve.ray import serve as serve_on_ray
 
             serve_on_ray(settings)
         else:

@@ -1,12 +1,15 @@
-"""An image server that speaks OpenAI's API and knows its cache. Importing this package imports no torch.
+"""An image server with OpenAI's API and a cache per request. Importing this package imports no torch.
+
+One request: `schemas.ImageRequest` -> `validation` -> `queue.QueueItem` with a future -> `worker` -> response.
 
 ```
-settings  what the server was told          choice   which cache a request asks for
-schemas   requests and answers              model    a pipeline as the server sees it
-work      pictures to draw, what they say   waiting  the bounded queue, and who is drawn together
-switch    the cache on the pipeline         worker   the thread that owns the pipeline
-studio    who draws, as seen from HTTP      app      the HTTP side
-launch    a process, or one inside this     ray      the same with many replicas
+app         paths and responses              middleware  request id, API key, limits, metrics
+schemas     requests and responses           errors      errors in the shape of OpenAI's API
+validation  from a request to images         openapi     the OpenAPI document, methods and settings
+queue       items with futures, batches      worker      the thread that owns the pipeline
+model       the pipeline, previews           metrics     Prometheus
+settings    every flag of the server         launch      starting a server
+ray         the same server with replicas on many machines
 ```
 """
 
@@ -17,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app import create_app as create_app
-    from .launch import Running as Running
+    from .launch import RunningServer as RunningServer
     from .launch import running as running
     from .launch import serve as serve
     from .settings import Settings as Settings
 
 _HOMES = {
     "create_app": "app",
-    "Running": "launch",
+    "RunningServer": "launch",
     "running": "launch",
     "serve": "launch",
     "Settings": "settings",
 }
 
-__all__ = ["Running", "Settings", "create_app", "running", "serve"]
+__all__ = ["RunningServer", "Settings", "create_app", "running", "serve"]
 
 
 def __getattr__(name: str) -> Any:

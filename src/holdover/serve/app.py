@@ -1,73 +1,100 @@
-"""The HTTP side: paths, and what answers them."""
+"""The HTTP application: its paths, and responses from generated images, whole or as a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import io
+import json
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from importlib import resources
 from typing import Any
 
+import numpy as np
+import PIL.Image
+import torch
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from . import refusals
-from .asked import Asked, size_name
-from .assets import page_file
-from .choice import described
-from .compare import compared
-from .drawing import Delivery, Stream, made, picture, together, usage
-from .errors import ApiError
-from .front import Front
+from ..metrics import psnr
+from .errors import ApiError, client_disconnected, install_handlers, invalid, too_large
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .openapi import PICTURES, describe
-from .openapi import refusals as answers
+from .middleware import RequestMiddleware
+from .openapi import IMAGES_RESPONSE, error_responses, method_infos, openapi_document
+from .queue import Events, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size, follow
 from .schemas import (
     CacheInfo,
     CompareRequest,
     Comparison,
+    CompletedImage,
+    Image,
     ImageRequest,
     ImagesResponse,
     Limits,
-    MethodInfo,
-    MethodTotals,
     Model,
     ModelList,
+    PartialImage,
     Status,
+    TokenDetails,
+    Usage,
 )
 from .settings import Settings
-from .studio import Studio
-from .worker import Worker
+from .validation import format_size, validate
 
 router = APIRouter()
 
 
-def create_app(settings: Settings | None = None, api_keys: Sequence[str] = (), studio: Studio | None = None) -> FastAPI:
-    """A server as an ASGI application: it loads its model when it starts, and draws what waits before it ends.
+def create_app(
+    settings: Settings | None = None,
+    api_keys: Sequence[str] = (),
+    backend: ImageBackend | None = None,
+    behind_proxy: bool = False,
+) -> FastAPI:
+    """The server as an ASGI application, which loads its model at startup and empties its queue at shutdown.
 
-    Pictures are drawn by a worker of its own, unless `studio` is somebody else.
+    A `Worker` in this process generates the images, unless another backend is given. `behind_proxy`: a proxy sets the
+    request id on responses.
     """
     settings = settings or Settings()
-    drawing: Studio = Worker(settings) if studio is None else studio
-    metrics = RequestMetrics(drawing.__len__)
+    if backend is None:
+        from .worker import Worker  # not needed where replicas do the work
+
+        backend = Worker(settings)
+    metrics = RequestMetrics(backend.queue_length)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await drawing.start()
+        await backend.start()
         yield
-        await drawing.stop()
+        await backend.stop()
+
+    documents: dict[str, dict[str, Any]] = {}  # by default method
+
+    def openapi() -> dict[str, Any]:
+        try:
+            method = backend.loaded()[1].method
+        except ApiError:  # the model is loading
+            method = settings.cache_backend
+        if method not in documents:
+            documents[method] = openapi_document(app, settings, method)
+        return documents[method]
 
     app = FastAPI(title="holdover", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.studio, app.state.settings, app.state.metrics = drawing, settings, metrics
+    app.state.backend, app.state.settings, app.state.metrics = backend, settings, metrics
     app.state.started = int(time.time())
-    app.openapi = lambda: describe(app, settings, _method(drawing, settings))  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]
     app.include_router(router)
-    refusals.install(app)
-    proxied = studio is not None
-    app.add_middleware(Front, metrics=metrics, keys=api_keys, max_body=settings.max_body, proxied=proxied)
+    install_handlers(app)
+    app.add_middleware(
+        RequestMiddleware, metrics=metrics, keys=api_keys, max_body=settings.max_body, behind_proxy=behind_proxy
+    )
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -75,123 +102,225 @@ def create_app(settings: Settings | None = None, api_keys: Sequence[str] = (), s
     return app
 
 
-def _method(studio: Studio, settings: Settings) -> str:
-    """The method of requests that ask for none; what was asked for while the model is loading."""
-    try:
-        return studio.loaded()[1].method
-    except ApiError:
-        return settings.cache_backend
-
-
 @router.post(
     "/v1/images/generations",
     tags=["images"],
     response_model=ImagesResponse,
-    responses=PICTURES | answers(400, 401, 404, 413, 429, 499, 503),
+    responses=IMAGES_RESPONSE | error_responses(400, 401, 404, 413, 429, 499, 503),
 )
 async def generate(body: ImageRequest, request: Request) -> Any:
-    """Draw pictures; with `stream`, show one as it forms."""
-    state = request.app.state
-    facts, standing = state.studio.loaded()
-    asked = await asyncio.to_thread(Asked, body, facts, state.settings, standing)
-    deliveries = [Delivery() for _ in range(asked.count)]
-    tickets = [asked.ticket(i, delivery, request.state.request_id) for i, delivery in enumerate(deliveries)]
-    state.studio.put(tickets)
+    """Generate images; with `stream`, send previews of one image while it is generated."""
+    backend: ImageBackend = request.app.state.backend
+    model, default_cache = backend.loaded()
+    specs = await asyncio.to_thread(
+        validate, body, model, request.app.state.settings, default_cache, request.state.request_id
+    )
+    items = [QueueItem(spec) for spec in specs]
+    events = follow(items)
+    backend.submit(items)
     if body.stream:
-        return Stream(asked, tickets[0], deliveries[0])
-    finished = await together(request, tickets, deliveries)
-    as_url = body.response_format == "url"
+        return EventStream(items[0], events)
+    images = await _wait_for_all(request, items, events)
+    size = specs[0].output_size
+    pngs = [await asyncio.to_thread(encode_png, image.pixels, size) for image in images]
+    fields = [
+        {"url": f"data:image/png;base64,{png}"} if body.response_format == "url" else {"b64_json": png} for png in pngs
+    ]
     return ImagesResponse(
         created=int(time.time()),
-        data=[await picture(asked, one, as_url) for one in finished],
-        size=asked.size_name,
-        usage=usage([one.record for one in finished]),
+        data=[Image(holdover=image.info, **field) for image, field in zip(images, fields, strict=True)],
+        size=format_size(size),
+        usage=_usage(images),
     )
 
 
-@router.post("/v1/images/compare", tags=["images"], response_model=Comparison, responses=answers(400, 401, 413))
+async def _wait_for_all(request: Request, items: Sequence[QueueItem], events: Events) -> list[GeneratedImage]:
+    """All images of a request; if the client disconnects first, they are cancelled."""
+
+    async def collect() -> list[GeneratedImage]:
+        left = len(items)
+        while left:
+            _, event = await events.get()
+            if isinstance(event, ApiError):
+                raise event
+            left -= isinstance(event, GeneratedImage)
+        return [item.future.result() for item in items]
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    images, disconnect = asyncio.create_task(collect()), asyncio.create_task(watch())
+    try:
+        await asyncio.wait({images, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not images.done():
+            raise client_disconnected()
+        return images.result()
+    finally:
+        for item in items:
+            item.future.cancel()
+        images.cancel()
+        disconnect.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events: previews, then the image or an error; if the client disconnects, the image is cancelled."""
+
+    def __init__(self, item: QueueItem, events: Events) -> None:
+        super().__init__(self._events(events), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._item = item
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._item.future.cancel()
+
+    async def _events(self, events: Events) -> AsyncIterator[str]:
+        previews, steps = 0, self._item.spec.steps
+        while True:
+            _, event = await events.get()
+            if isinstance(event, Preview):
+                fields = await self._fields(event.pixels) | {"step": event.step, "steps": steps, "trace": event.trace}
+                yield _format(PartialImage(**fields, partial_image_index=previews))
+                previews += 1
+            elif isinstance(event, GeneratedImage):
+                fields = await self._fields(event.pixels)
+                yield _format(CompletedImage(**fields, usage=_usage([event]), holdover=event.info))
+                return
+            elif isinstance(event, ApiError):
+                yield f"event: error\ndata: {json.dumps(event.body)}\n\n"
+                return
+
+    async def _fields(self, pixels: Pixels) -> dict[str, Any]:
+        """The fields of both kinds of event."""
+        size = self._item.spec.output_size
+        png = await asyncio.to_thread(encode_png, pixels, size)
+        return {"b64_json": png, "created_at": int(time.time()), "size": format_size(size)}
+
+
+def _format(event: PartialImage | CompletedImage) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+
+
+def _usage(images: Sequence[GeneratedImage]) -> Usage:
+    text, image = (sum(one.tokens[i] for one in images) for i in (0, 1))
+    details = TokenDetails(text_tokens=text, image_tokens=0)
+    return Usage(input_tokens=text, input_tokens_details=details, output_tokens=image, total_tokens=text + image)
+
+
+def encode_png(pixels: Pixels, size: Size) -> str:
+    """An image of (H, W, 3) bytes as a PNG file in base64, resized to `size` if it has another."""
+    image = PIL.Image.fromarray(pixels)
+    if image.size != size:
+        image = image.resize(size, PIL.Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+@router.post("/v1/images/compare", tags=["images"], response_model=Comparison, responses=error_responses(400, 401, 413))
 async def compare(body: CompareRequest, request: Request) -> Comparison:
-    """How far two pictures of one size are apart, in the eight bits they were sent with."""
-    return await asyncio.to_thread(compared, body.a, body.b, request.app.state.settings.max_size)
+    """The difference between two images of the same size, in the eight bits per channel they were sent with."""
+    return await asyncio.to_thread(_compare, body, request.app.state.settings.max_size)
 
 
-@router.get("/v1/models", tags=["models"], response_model=ModelList, responses=answers(401, 503))
-async def models(request: Request) -> ModelList:
-    """The model that is served, with what a client needs to ask well."""
-    return ModelList(data=[_model(request)])
+def _compare(body: CompareRequest, max_size: int) -> Comparison:
+    a, b = _decode_png("a", body.a, max_size), _decode_png("b", body.b, max_size)
+    if a.shape != b.shape:
+        sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (a, b))
+        raise invalid(f"The images have different sizes: {sizes}.", "b")
+    decibels = float(psnr(a, b))
+    return Comparison(psnr=decibels if math.isfinite(decibels) else None, equal=torch.equal(a, b))
 
 
-@router.get("/v1/models/{model:path}", tags=["models"], response_model=Model, responses=answers(401, 404, 503))
-async def model(model: str, request: Request) -> Model:
+def _decode_png(name: str, text: str, max_size: int) -> torch.Tensor:
+    """A PNG in base64 as a tensor (3, H, W) in [0, 1]."""
+    try:
+        image = PIL.Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        if max(image.size) > max_size:
+            raise too_large(f"{name} is {image.width}x{image.height}; the longest side may have {max_size}.", name)
+        pixels = np.array(image.convert("RGB"))
+    except (binascii.Error, PIL.Image.DecompressionBombError, OSError, ValueError, SyntaxError):
+        raise invalid(f"{name} is not a PNG in base64.", name) from None
+    return torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
+
+
+@router.get("/v1/models", tags=["models"], response_model=ModelList, responses=error_responses(401, 503))
+async def list_models(request: Request) -> ModelList:
+    """The model that is served, with the defaults and limits of requests for it."""
+    return ModelList(data=[_served_model(request)])
+
+
+@router.get("/v1/models/{model:path}", tags=["models"], response_model=Model, responses=error_responses(401, 404, 503))
+async def get_model(model: str, request: Request) -> Model:
     """One model."""
-    found = _model(request)
+    found = _served_model(request)
     if model != found.id:
         raise ApiError(404, f"There is no model {model!r}. This server has {found.id!r}.", "model_not_found", "model")
     return found
 
 
-def _model(request: Request) -> Model:
+def _served_model(request: Request) -> Model:
     state = request.app.state
-    facts = state.studio.loaded()[0]
-    limits = {name: getattr(state.settings, name) for name in Limits.model_fields}
+    info, _ = state.backend.loaded()
     return Model(
-        id=facts.name,
+        id=info.name,
         created=state.started,
         owned_by="holdover",
-        pipeline=facts.pipeline,
-        transformer=facts.transformer,
-        size=size_name(facts.size),
-        steps=facts.steps,
-        styles=facts.styles,
-        partial_images=facts.partial_images,
-        limits=Limits(**limits),
+        pipeline=info.pipeline,
+        transformer=info.transformer,
+        size=format_size(info.size),
+        steps=info.steps,
+        styles=info.styles,
+        partial_images=info.partial_images,
+        limits=Limits(**{name: getattr(state.settings, name) for name in Limits.model_fields}),
     )
 
 
-@router.get("/v1/cache", tags=["cache"], response_model=CacheInfo, responses=answers(401, 503))
+@router.get("/v1/cache", tags=["cache"], response_model=CacheInfo, responses=error_responses(401, 503))
 async def cache(request: Request) -> CacheInfo:
-    """The cache: how the server stands, what it has done, which methods and settings a request may ask for."""
-    studio: Studio = request.app.state.studio
-    _, standing = studio.loaded()
-    report, known = await studio.report(), await asyncio.to_thread(described)  # the first time it imports them all
-    return CacheInfo(
-        **standing.as_dict(),
-        notes=list(report.notes),
-        totals={method: MethodTotals(**asdict(totals)) for method, totals in report.totals.items()},
-        last=None if report.last is None else made(report.last),
-        **asdict(report.known),
-        prompt_cache=None if report.prompts is None else dict(zip(("hits", "misses"), report.prompts, strict=True)),
-        methods=[MethodInfo.model_validate(method) for method in known],
-    )
+    """The default cache, what every method has done, and the methods and settings that a request may have."""
+    backend: ImageBackend = request.app.state.backend
+    backend.loaded()
+    report = await backend.report()
+    return CacheInfo(**dict(report), methods=await asyncio.to_thread(method_infos))  # imports every method
 
 
-@router.get("/health", tags=["server"], response_model=Status, responses=answers())
+@router.get("/health", tags=["server"], response_model=Status, responses=error_responses())
 async def health() -> Status:
-    """Whether the process answers."""
+    """Whether the process is alive."""
     return Status(status="ok")
 
 
-@router.get("/ready", tags=["server"], response_model=Status, responses=answers(503))
+@router.get("/ready", tags=["server"], response_model=Status, responses=error_responses(503))
 async def ready(request: Request) -> Status:
     """Whether the model is loaded."""
-    request.app.state.studio.loaded()
+    request.app.state.backend.loaded()
     return Status(status="ready")
 
 
-@router.get("/metrics", tags=["server"], response_class=Response, responses=answers(401))
+@router.get("/metrics", tags=["server"], response_class=Response, responses=error_responses(401))
 async def metrics(request: Request) -> Response:
-    """Counters for Prometheus."""
+    """Metrics for Prometheus."""
     state = request.app.state
-    return Response(await state.studio.metrics(state.metrics.text()), media_type=CONTENT_TYPE)
+    return Response(await state.backend.metrics(state.metrics.text()), media_type=CONTENT_TYPE)
+
+
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The page."""
-    return page_file("index.html")
+    return await page_file("index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def page_part(name: str) -> Response:
-    """What the page loads."""
-    return page_file(name)
+async def page_file(name: str) -> Response:
+    """A file of the page, from this package."""
+    files = {file.name: file for file in resources.files("holdover.serve").joinpath("page").iterdir()}
+    media_type = _MEDIA_TYPES.get(name[name.rfind(".") :] if "." in name else "")
+    if name not in files or media_type is None:
+        raise ApiError(404, f"The page has no file {name!r}.", "not_found")
+    return Response(files[name].read_bytes(), media_type=media_type, headers={"cache-control": "no-cache"})

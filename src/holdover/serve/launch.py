@@ -1,4 +1,4 @@
-"""A server as a process of its own, or on a thread of this one."""
+"""Starting a server: in its own process, or on a thread of this one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from diffusers.utils import logging as diffusers_logging
-from transformers.utils import logging as transformers_logging
 
 from ..errors import HoldoverError
-from .app import create_app
 from .settings import Settings, api_keys
-from .worker import Worker
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -30,65 +28,74 @@ class ServeError(HoldoverError):
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server on a thread of this process."""
 
     url: str
-    worker: Worker
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish what runs; an error where the model cannot be loaded."""
+    """Serve until SIGTERM or Ctrl-C, then finish running requests; an error if the model cannot be loaded."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    listening = _listen(settings)
-    server = _server(settings)
-    logger.info("holdover listens on %s", _url(listening))
+    listener = _listen(settings)
+    server, worker = _create_server(settings)
+    disable_progress_bars()
+    logger.info("holdover listens on %s", _url(listener))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # uvicorn raises it again when it is done
     with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
-    _raise_failure(server)
+        server.run(sockets=[listener])
+    if worker.failure is not None:
+        raise _load_error(worker.failure) from worker.failure
 
 
 @contextlib.contextmanager
-def running(**settings: Any) -> Iterator[Running]:
-    """A server for the length of a block, on a free port unless told: for notebooks and tests."""
-    told = Settings.from_dict({"port": 0, "log_level": "warning"} | settings)
-    listening = _listen(told)
-    server = _server(told)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="holdover-server", daemon=True)
+def running(**settings: Any) -> Iterator[RunningServer]:
+    """A server for the duration of a `with` block, by default on a free port: for notebooks and tests."""
+    checked = Settings.from_dict({"port": 0, "log_level": "warning"} | settings)
+    listener = _listen(checked)
+    server, worker = _create_server(checked)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="holdover-server", daemon=True)
     thread.start()
     try:
-        yield Running(_url(listening), _wait_until_ready(server))
+        try:
+            worker.wait_until_loaded()
+        except Exception as error:
+            raise _load_error(error) from error
+        yield RunningServer(_url(listener))
     finally:
         server.should_exit = True
         thread.join()
 
 
-def _server(settings: Settings) -> uvicorn.Server:
-    app = create_app(settings, api_keys())
+def _create_server(settings: Settings) -> tuple[uvicorn.Server, Worker]:
+    """A server, and its worker, which ends the server if the model cannot be loaded."""
+    from .app import create_app
+    from .worker import Worker  # imports torch, which a server on Ray needs only in its replicas
+
+    worker = Worker(settings)
     config = uvicorn.Config(
-        app,
+        create_app(settings, api_keys(), worker, behind_proxy=False),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=settings.grace,
         server_header=False,
     )
     server = uvicorn.Server(config)
-    worker = _worker(server)
 
-    def end() -> None:
+    def stop() -> None:
         server.should_exit = True
 
-    worker.on_failure = end
-    return server
+    worker.on_failure = stop
+    return server, worker
 
 
-def _worker(server: uvicorn.Server) -> Worker:
-    app: Any = server.config.app
-    worker: Worker = app.state.studio
-    return worker
+def disable_progress_bars() -> None:
+    """Keep the progress bars of loading weights out of the server's log."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -100,28 +107,16 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def free_port(settings: Settings) -> int:
-    """The port to listen on, for somebody else to do so; an error where it is taken."""
-    with _listen(settings) as listening:
-        port: int = listening.getsockname()[1]
+    """The port to listen on, for another process; an error if it is in use."""
+    with _listen(settings) as listener:
+        port: int = listener.getsockname()[1]
         return port
 
 
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://{host}:{port}"
 
 
-def _wait_until_ready(server: uvicorn.Server) -> Worker:
-    worker = _worker(server)
-    while True:
-        _raise_failure(server)
-        with contextlib.suppress(Exception):
-            worker.loaded()
-            return worker
-        time.sleep(0.05)
-
-
-def _raise_failure(server: uvicorn.Server) -> None:
-    failure = _worker(server).failure
-    if failure is not None:
-        raise ServeError(f"The model cannot be served: {failure}") from failure
+def _load_error(error: Exception) -> ServeError:
+    return ServeError(f"The model cannot be served: {error}")

@@ -1,91 +1,112 @@
-"""What Prometheus is told: by the HTTP side of requests, by a worker of pictures, each from a registry of its own."""
+"""Prometheus metrics: of requests on the HTTP side, of images in a worker, and of many processes in one text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ..prompt_embed_cache import PromptEmbedCache
-from .work import Record
+from .schemas import GenerationInfo
+
+if TYPE_CHECKING:
+    from ..prompt_embed_cache import PromptEmbedCache
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 
 
 class RequestMetrics:
-    """The counters of one HTTP side; `waiting` says how many pictures wait."""
+    """Metrics of the HTTP side."""
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
+    def __init__(self, queue_length: Callable[[], int]) -> None:
         own = self._registry = CollectorRegistry()
         self.requests = Counter(
-            "holdover_requests", "Requests by route and answer.", ("route", "method", "status"), registry=own
+            "holdover_requests", "Requests by route and status.", ("route", "method", "status"), registry=own
         )
         self.latency = Histogram(
-            "holdover_request_seconds", "Time to the end of the answer.", ("route",), buckets=_SECONDS, registry=own
+            "holdover_request_seconds", "Time to the end of the response.", ("route",), buckets=_SECONDS, registry=own
         )
-        Gauge("holdover_queue_length", "Pictures that wait.", registry=own).set_function(waiting)
+        Gauge("holdover_queue_length", "Images in the queue.", registry=own).set_function(queue_length)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class WorkerMetrics:
-    """The counters of one worker."""
+    """Metrics of one worker."""
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
         self.queued = Histogram(
-            "holdover_queue_seconds", "Time a picture waited to be drawn.", buckets=_SECONDS, registry=own
+            "holdover_queue_seconds", "Time of an image in the queue.", buckets=_SECONDS, registry=own
         )
         self.generations = Histogram(
-            "holdover_generation_seconds", "Time to draw a batch.", ("method",), buckets=_SECONDS, registry=own
+            "holdover_generation_seconds", "Time to generate a batch.", ("method",), buckets=_SECONDS, registry=own
         )
-        self.images = Counter("holdover_images", "Pictures drawn.", ("method",), registry=own)
-        self.cancelled = Counter("holdover_cancelled_images", "Pictures nobody waited for any more.", registry=own)
+        self.images = Counter("holdover_images", "Images generated.", ("method",), registry=own)
+        self.cancelled = Counter(
+            "holdover_cancelled_images", "Images stopped because their client disconnected.", registry=own
+        )
         self.steps = Counter(
             "holdover_steps", "Forwards of the transformer, computed or held.", ("method", "kind"), registry=own
         )
         self.held_bytes = Gauge(
-            "holdover_held_bytes", "Most bytes held during the last generation.", ("method",), registry=own
+            "holdover_held_bytes", "Largest number of bytes held in the last generation.", ("method",), registry=own
         )
-        self.batch = Histogram(
-            "holdover_batch_size", "Pictures drawn together.", buckets=(1, 2, 4, 8, 16, 32), registry=own
-        )
+        self.batch = Histogram("holdover_batch_size", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), registry=own)
         self.ready = Gauge("holdover_ready", "1 when the model is loaded.", registry=own)
 
-    def watch(self, cache: PromptEmbedCache) -> None:
-        """Report the hits of a prompt cache whenever somebody asks."""
-        self._registry.register(_PromptCache(cache))
+    def add_prompt_cache(self, cache: PromptEmbedCache) -> None:
+        """Include the hits and misses of a prompt cache."""
+        self._registry.register(_PromptCacheCollector(cache))
 
-    def drawn(self, records: Sequence[Record]) -> None:
-        """A batch is finished: how long its pictures waited, and what its generation was."""
-        for one in records:
-            self.queued.observe(one.seconds["queued"])
-        record = records[-1]
-        method = record.choice.method
-        self.generations.labels(method).observe(record.seconds["generation"])
-        self.images.labels(method).inc(record.batch)
-        self.batch.observe(record.batch)
-        self.steps.labels(method, "computed").inc(sum(record.computed.values()))
-        self.steps.labels(method, "held").inc(sum(record.held.values()))
-        self.held_bytes.labels(method).set(record.held_bytes)
+    def record(self, infos: Sequence[GenerationInfo]) -> None:
+        """Count a finished batch."""
+        for one in infos:
+            self.queued.observe(one.seconds.queued)
+        info = infos[-1]
+        self.generations.labels(info.method).observe(info.seconds.generation)
+        self.images.labels(info.method).inc(info.batch)
+        self.batch.observe(info.batch)
+        self.steps.labels(info.method, "computed").inc(sum(info.computed.values()))
+        self.steps.labels(info.method, "held").inc(sum(info.held.values()))
+        self.held_bytes.labels(info.method).set(info.held_bytes)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _PromptCache(Collector):
+class _PromptCacheCollector(Collector):
     def __init__(self, cache: PromptEmbedCache) -> None:
         self._cache = cache
 
     def collect(self) -> list[Metric]:
-        family = CounterMetricFamily("holdover_prompt_cache", "Prompts by what the cache knew.", labels=("result",))
+        family = CounterMetricFamily("holdover_prompt_cache", "Prompts by result of the lookup.", labels=("result",))
         counts = {"hit": self._cache.hits, "miss": self._cache.misses, "bypass": self._cache.bypassed}
         for result, count in counts.items():
             family.add_metric((result,), count)
         return [family]
+
+
+def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
+    """One text from those of several processes; every sample gets its process's name as the label `replica`."""
+    families: dict[str, Metric] = {}
+    for name, text in texts:
+        for family in text_string_to_metric_families(text.decode("utf-8")):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {"replica": name, **sample.labels}, sample.value)
+
+    class Families(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return families.values()
+
+    registry = CollectorRegistry()
+    registry.register(Families())
+    return generate_latest(registry)

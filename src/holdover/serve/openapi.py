@@ -1,34 +1,128 @@
-"""The server's description of itself: FastAPI's, with this server's limits and methods put in."""
+"""The OpenAPI document with this server's limits, and the methods and settings that a request may have."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import inspect
+import types
+import typing
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from .. import __version__
-from ..selector import methods
-from .choice import schemas as setting_schemas
-from .errors import ApiError
-from .schemas import Completed, ErrorResponse, PartialImage
+from ..config import allowed_values
+from ..selector import backend_class, config_class, methods
+from .errors import ApiError, client_disconnected, internal, queue_full
+from .schemas import CompletedImage, ErrorResponse, MethodInfo, PartialImage, SettingInfo
 from .settings import Settings
 
-_ABOUT = """Pictures over HTTP, in the shape of OpenAI's image API. Every answer carries `x-request-id`; every error is
-`{"error": {"message", "type", "param", "code"}}`."""
-
-_REASONS = {
-    400: "The request is wrong; `param` names the field.",
-    401: "The key is missing or wrong.",
-    404: "There is no such model.",
-    413: "Beyond a limit of this server.",
-    429: "Too many pictures wait; Retry-After says when to try again.",
-    499: "The client went away; nobody reads this.",
-    500: "The server failed.",
-    503: "The model is loading, or the server is shutting down.",
+_KINDS: dict[Any, tuple[Literal["number", "integer", "boolean", "text"], str]] = {
+    float: ("number", "number"),
+    int: ("integer", "integer"),
+    bool: ("boolean", "boolean"),
+    str: ("text", "string"),
 }
 
+
+def is_server_setting(name: str) -> bool:
+    """Whether only the operator may set it: it reads or writes files, or turns the cache off to calibrate."""
+    return any(word in name for word in ("profile", "path", "calibrate"))
+
+
+def _request_settings(method: str) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """The settings of a method that a request may have, with their types."""
+    config = config_class(method)
+    hints = typing.get_type_hints(config)
+    return [(field, hints[field.name]) for field in config.settings() if not is_server_setting(field.name)]
+
+
+def method_infos() -> list[MethodInfo]:
+    """Every method and its settings."""
+    return [
+        MethodInfo(
+            method=method,
+            doc=(inspect.getdoc(backend_class(method)) or "").split("\n")[0],
+            batched=config_class(method)().batchable,
+            settings=[_setting_info(field, hint) for field, hint in _request_settings(method)],
+        )
+        for method in methods()
+    ]
+
+
+def _setting_info(field: dataclasses.Field[Any], hint: Any) -> SettingInfo:
+    allowed = field.metadata.get("allowed", {})
+    return SettingInfo(
+        name=field.name,
+        kind=_KINDS[hint][0] if hint in _KINDS else "other",
+        default=field.default,
+        minimum=allowed.get("ge"),
+        maximum=allowed.get("le"),
+        choices=allowed.get("choices"),
+        allowed=allowed_values(field),
+        doc=field.metadata.get("doc", ""),
+    )
+
+
+def settings_schema(method: str) -> dict[str, dict[str, Any]]:
+    """The same settings in JSON Schema, by name."""
+    schemas = {}
+    for field, hint in _request_settings(method):
+        info = _setting_info(field, hint)
+        if info.choices is not None:
+            schema: dict[str, Any] = {"enum": info.choices}
+        else:
+            limits = {"minimum": info.minimum, "maximum": info.maximum}
+            schema = _type_schema(hint) | {word: limit for word, limit in limits.items() if limit is not None}
+        schemas[info.name] = schema | {"description": info.doc}
+    return schemas
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if hint is type(None):
+        return {"type": "null"}
+    if hint in _KINDS:
+        return {"type": _KINDS[hint][1]}
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(option) for option in arguments]}
+    if typing.get_origin(arguments[0]) is tuple:  # pairs of a name and a value
+        return {"type": "object", "additionalProperties": _type_schema(typing.get_args(arguments[0])[1])}
+    return {"type": "array", "items": _type_schema(arguments[0])}
+
+
+# The OpenAPI document
+
+
+_DESCRIPTION = """An image server in the shape of OpenAI's image API. Every response has an `x-request-id`; every error
+is `{"error": {"message", "type", "param", "code"}}`."""
 _REF = "#/components/schemas/{model}"
+_ERRORS = {  # an example and a description of each
+    400: (
+        ApiError(400, "There is no field 'promt'. Did you mean 'prompt'?", "unknown_field", "promt"),
+        "The request is wrong; `param` names the field.",
+    ),
+    401: (
+        ApiError(401, "This server requires a key: send it as `Authorization: Bearer KEY`.", "invalid_api_key"),
+        "The key is missing or wrong.",
+    ),
+    404: (
+        ApiError(404, "There is no model 'emojy'. Did you mean 'emoji'?", "model_not_found", "model"),
+        "There is no such model.",
+    ),
+    413: (
+        ApiError(413, "steps is 500; this server allows at most 100.", "limit_exceeded", "steps"),
+        "The request exceeds a limit of this server.",
+    ),
+    429: (queue_full(64, 90), "The queue is full; Retry-After says when to try again."),
+    499: (client_disconnected(), "The client disconnected."),
+    500: (internal(), "The server failed."),
+    503: (
+        ApiError(503, "The model is still loading.", "model_loading"),
+        "The model is loading, or the server is shutting down.",
+    ),
+}
 _EVENT = {
     "type": "object",
     "description": "One event; its data is JSON.",
@@ -39,90 +133,61 @@ _EVENT = {
             "type": "string",
             "contentMediaType": "application/json",
             "contentSchema": {
-                "anyOf": [{"$ref": _REF.format(model=m)} for m in ("PartialImage", "Completed", "ErrorResponse")]
+                "anyOf": [{"$ref": _REF.format(model=m)} for m in ("PartialImage", "CompletedImage", "ErrorResponse")]
             },
         },
     },
 }
-PICTURES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The pictures; with `stream` events.",
-        "content": {"text/event-stream": {"schema": _EVENT}},
-    }
-}
-
-_EXAMPLES: dict[int, tuple[str, str] | tuple[str, str, str]] = {
-    400: ("There is no field 'promt'. Did you mean 'prompt'?", "unknown_field", "promt"),
-    401: ("This server asks for a key: send it as `Authorization: Bearer KEY`.", "invalid_api_key"),
-    404: ("There is no model 'emojy'. Did you mean 'emoji'?", "model_not_found", "model"),
-    413: ("steps is 500; this server draws with at most 100.", "limit_exceeded", "steps"),
-    429: ("64 pictures wait already. Try again in 90 s.", "queue_full"),
-    499: ("The client went away.", "client_closed_request"),
-    500: ("The server failed at this request; its log says why, under this x-request-id.", "internal"),
-    503: ("The model is still loading.", "model_loading"),
+IMAGES_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The images; with `stream`, events.", "content": {"text/event-stream": {"schema": _EVENT}}}
 }
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors a path may answer with."""
-    return {status: _refusal(status) for status in (*statuses, 500)}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors that a path may answer with, and 500."""
+    responses: dict[int | str, dict[str, Any]] = {}
+    for status in (*statuses, 500):
+        error, description = _ERRORS[status]
+        content = {"application/json": {"example": error.body}}
+        responses[status] = {"model": ErrorResponse, "description": description, "content": content}
+        if status in (429, 503):
+            retry = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
+            responses[status]["headers"] = {"Retry-After": retry}
+    return responses
 
 
-def _refusal(status: int) -> dict[str, Any]:
-    error = ApiError(status, *_EXAMPLES[status])
-    told: dict[str, Any] = {
-        "model": ErrorResponse,
-        "description": _REASONS[status],
-        "content": {"application/json": {"example": error.body}},
-    }
-    if status in (429, 503):
-        told["headers"] = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
-    return told
-
-
-def describe(app: FastAPI, settings: Settings, standing: str) -> dict[str, Any]:
-    """The OpenAPI document, made once for each method that the server stands with."""
-    if app.openapi_schema is None or app.state.described != standing:
-        document = get_openapi(title="holdover", version=__version__, description=_ABOUT, routes=app.routes)
-        for path in document["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)  # what it stands for is answered with 400
-        schemas = document["components"]["schemas"]
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        for event in (PartialImage, Completed):
-            described = event.model_json_schema(ref_template=_REF)
-            described.pop("$defs", None)  # they are parts of the answer too
-            schemas[event.__name__] = described
-        _put_in(schemas["ImageRequest"]["properties"], settings, standing)
-        app.openapi_schema, app.state.described = document, standing
-    return app.openapi_schema
-
-
-def _put_in(properties: dict[str, Any], settings: Settings, standing: str) -> None:
-    """This server's limits and methods."""
-    _limit(properties["n"], maximum=settings.max_images)
+def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> dict[str, Any]:
+    """FastAPI's document with the limits and methods of this server."""
+    document = get_openapi(title="holdover", version=__version__, description=_DESCRIPTION, routes=app.routes)
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # the server answers 400 instead
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for event in (PartialImage, CompletedImage):
+        schemas[event.__name__] = event.model_json_schema(ref_template=_REF)
+        schemas[event.__name__].pop("$defs", None)  # they are components already
+    request = schemas["ImageRequest"]["properties"]
+    request["n"]["anyOf"][0]["maximum"] = settings.max_images
     for name in ("steps", "num_inference_steps"):
-        _limit(properties[name], maximum=settings.max_steps)
-    properties["prompt"]["maxLength"] = settings.max_prompt
-    _limit(properties["negative_prompt"], maxLength=settings.max_prompt)
-    properties["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
-    properties["cache"] |= {"anyOf": [*_caches(standing), {"type": "null"}]}
+        request[name]["anyOf"][0]["maximum"] = settings.max_steps
+    request["prompt"]["maxLength"] = settings.max_prompt
+    request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
+    request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
+    request["cache"] |= {"anyOf": [*_cache_schemas(default_method), {"type": "null"}]}
+    return document
 
 
-def _limit(schema: dict[str, Any], **limits: int) -> None:
-    schema["anyOf"][0] |= limits
-
-
-def _caches(standing: str) -> list[dict[str, Any]]:
-    named = [_cache(method, {"method": {"const": method}}, ["method"]) for method in methods()]
+def _cache_schemas(default_method: str) -> list[dict[str, Any]]:
+    """The objects that `cache` may be: each method by name, settings of the default method, a target."""
+    closed = {"type": "object", "additionalProperties": False}
+    named = [
+        closed
+        | {"title": method, "required": ["method"]}
+        | {"properties": {"method": {"const": method}} | settings_schema(method)}
+        for method in methods()
+    ]
+    default = closed | {"title": f"{default_method}, the default", "properties": settings_schema(default_method)}
     target = {"target": {"type": "string", "examples": ["psnr>=40"]}}
-    wanted = [{"type": "object", "title": "target", "properties": target, "required": ["target"]}]
-    return [*named, _cache(standing, {}, []), *wanted]
-
-
-def _cache(method: str, chosen: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    settings = setting_schemas(method)
-    title = method if required else f"{method}, as the server stands"
-    schema = {"type": "object", "title": title, "properties": chosen | settings, "additionalProperties": False}
-    return schema | ({"required": required} if required else {})
+    return [*named, default, {"type": "object", "title": "target", "properties": target, "required": ["target"]}]

@@ -1,4 +1,4 @@
-"""Requests and answers, as OpenAI's image API has them, with what holdover adds."""
+"""Requests and responses, in the shape of OpenAI's image API with holdover's additions."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ EXAMPLES: list[Any] = [
 
 
 class ImageRequest(BaseModel):
-    """What to draw. Fields of OpenAI's API first, then those of diffusion models, then the cache."""
+    """What to generate: the fields of OpenAI's API, those of diffusion models, and the cache."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": EXAMPLES})
 
-    prompt: str = Field(min_length=1, description="What to draw.")
-    model: str | None = Field(None, description="A model of /v1/models; the one that is served unless told.")
-    n: Count | None = Field(None, description="How many pictures. Picture i has seed + i.")
+    prompt: str = Field(min_length=1, description="What the image shows.")
+    model: str | None = Field(None, description="A model of /v1/models; by default the one that is served.")
+    n: Count | None = Field(None, description="Number of images. Image i has seed + i.")
     size: str | None = Field(None, pattern=r"^([1-9][0-9]{0,4}x[1-9][0-9]{0,4}|auto)$", description="WIDTHxHEIGHT.")
     response_format: Literal["b64_json", "url"] | None = Field(
-        None, description="b64_json unless told; url gives the same PNG as a data: URL."
+        None, description="b64_json by default; url gives the same PNG as a data: URL."
     )
-    stream: bool | None = Field(None, description="Server-sent events instead of one answer; draws one picture.")
+    stream: bool | None = Field(None, description="Server-sent events instead of one response; generates one image.")
     partial_images: Annotated[int, Field(ge=0, le=100)] | None = Field(
-        None, description="While streaming: how often to show the unfinished picture."
+        None, description="While streaming: number of previews of the unfinished image."
     )
     user: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
 
     seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
-        None, description="The picture's noise; the same seed gives the same picture. Random unless told."
+        None, description="Seed of the noise; the same seed gives the same image. Random by default."
     )
     steps: Count | None = Field(None, description="Denoising steps.")
-    num_inference_steps: Count | None = Field(None, description="The same under its other name.")
-    guidance: Scale | None = Field(None, description="How closely to follow the prompt.")
-    guidance_scale: Scale | None = Field(None, description="The same under its other name.")
+    num_inference_steps: Count | None = Field(None, description="Another name for steps.")
+    guidance: Scale | None = Field(None, description="Guidance scale: how closely to follow the prompt.")
+    guidance_scale: Scale | None = Field(None, description="Another name for guidance.")
     cfg_scale: Scale | None = Field(
-        None, description="Scale of classifier-free guidance, for models that have both; else the same as guidance."
+        None,
+        description="Scale of classifier-free guidance for models that have both scales; otherwise another name for "
+        "guidance.",
     )
-    negative_prompt: str | None = Field(None, description="What not to draw.")
+    negative_prompt: str | None = Field(None, description="What the image must not show.")
 
     cache: dict[str, Any] | None = Field(
         None,
-        description="The cache for this request alone: a method with its settings, no method for the server's own "
-        'with other settings, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
+        description="The cache for this request: a method with its settings, settings alone to change the server's "
+        'default, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
     )
 
 
@@ -60,7 +62,7 @@ class TokenDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of the prompt, and of the picture inside the model."""
+    """Tokens of the prompt, and of the image inside the model."""
 
     input_tokens: int
     input_tokens_details: TokenDetails
@@ -77,40 +79,40 @@ class Seconds(BaseModel):
     held: float
 
 
-class Made(BaseModel):
-    """How a picture was made: `C` in a trace is a computed step, `h` a held one."""
+class GenerationInfo(BaseModel):
+    """How an image was generated: `C` in a trace is a computed step, `h` a held one."""
 
     seed: int
     method: str
     settings: dict[str, Any]
     steps: int
-    drawn_size: str
+    drawn_size: str = Field(description="Size at which the model generated the image, before resizing.")
     computed: dict[str, int]
     held: dict[str, int]
     trace: dict[str, str]
     seconds: Seconds
-    batch: int = Field(description="Pictures that were drawn together with this one, itself included.")
+    batch: int = Field(description="Number of images in its batch, itself included.")
     held_bytes: int
 
 
-class Picture(BaseModel):
+class Image(BaseModel):
     b64_json: str | None = None
     url: str | None = None
-    holdover: Made
+    holdover: GenerationInfo
 
 
 class ImagesResponse(BaseModel):
-    """The pictures, in the order of their seeds."""
+    """The images, in the order of their seeds."""
 
     created: int
-    data: list[Picture]
+    data: list[Image]
     size: str
     output_format: Literal["png"] = "png"
     usage: Usage
 
 
 class StreamEvent(BaseModel):
-    """What both events of a stream carry."""
+    """The fields that both events of a stream have."""
 
     b64_json: str
     created_at: int
@@ -121,7 +123,7 @@ class StreamEvent(BaseModel):
 
 
 class PartialImage(StreamEvent):
-    """The picture as it is after `step` of `steps` steps."""
+    """A preview of the image after `step` of `steps` steps."""
 
     type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
     partial_image_index: int
@@ -130,16 +132,16 @@ class PartialImage(StreamEvent):
     trace: dict[str, str]
 
 
-class Completed(StreamEvent):
-    """The picture."""
+class CompletedImage(StreamEvent):
+    """The finished image."""
 
     type: Literal["image_generation.completed"] = "image_generation.completed"
     usage: Usage
-    holdover: Made
+    holdover: GenerationInfo
 
 
 class CompareRequest(BaseModel):
-    """Two pictures of one size, PNG in base64."""
+    """Two images of the same size."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -148,7 +150,7 @@ class CompareRequest(BaseModel):
 
 
 class Comparison(BaseModel):
-    """How far two pictures are apart; `psnr` in decibels is null where they are equal."""
+    """The difference between two images; `psnr`, in decibels, is null if they are equal."""
 
     psnr: float | None
     equal: bool
@@ -162,7 +164,7 @@ class Error(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """What every answer other than a 2xx is."""
+    """The body of every response that is not a 2xx."""
 
     error: Error
 
@@ -172,7 +174,7 @@ class Status(BaseModel):
 
 
 class Limits(BaseModel):
-    """The most a request may ask for."""
+    """The largest values that a request may have."""
 
     max_size: int
     max_steps: int
@@ -181,7 +183,7 @@ class Limits(BaseModel):
 
 
 class Model(BaseModel):
-    """A model, with what a client needs to ask well."""
+    """A model, with the defaults and limits of requests for it."""
 
     id: str
     object: Literal["model"] = "model"
@@ -202,7 +204,7 @@ class ModelList(BaseModel):
 
 
 class SettingInfo(BaseModel):
-    """One setting of a method, as a form would show it."""
+    """One setting of a method, as a form shows it; `kind` is `other` for lists and optional values."""
 
     name: str
     kind: Literal["number", "integer", "boolean", "text", "other"]
@@ -215,7 +217,7 @@ class SettingInfo(BaseModel):
 
 
 class MethodInfo(BaseModel):
-    """A method that a request may ask for; `batched` says whether its pictures are drawn together."""
+    """A method that a request may name; `batched` says whether its images are generated in batches by default."""
 
     method: str
     doc: str
@@ -224,34 +226,53 @@ class MethodInfo(BaseModel):
 
 
 class MethodTotals(BaseModel):
-    """What one method has done since the server started, in forwards of the transformer."""
+    """What one method has done since the server started; steps are forwards of the transformer."""
 
-    images: int
-    generations: int
-    computed: int
-    held: int
-    peak_bytes: int
+    images: int = 0
+    generations: int = 0
+    computed: int = 0
+    held: int = 0
+    peak_bytes: int = 0
+
+    def add(self, other: MethodTotals) -> None:
+        for name in ("images", "generations", "computed", "held"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
 
 
 class FrontierPoint(BaseModel):
-    """A schedule that was tried: how many times fewer steps it computes, and its PSNR in decibels."""
+    """A schedule that was measured: how many times fewer steps it computes, and its PSNR in decibels."""
 
     speed: float
     psnr: float
     origin: str
 
 
-class CacheInfo(BaseModel):
-    """The cache: how the server stands, what it has done, what it knows of the model."""
+class ProfileReport(BaseModel):
+    """What the profiles say about the model that is served."""
+
+    profile: dict[str, Any] | None = Field(
+        default=None, description="The constants that the method uses, with their source."
+    )
+    certificates: list[dict[str, Any]] = Field(
+        default=[], description="Targets that were tested, with their confidence."
+    )
+    frontier: list[FrontierPoint] = Field(default=[], description="Schedules that were measured on this model.")
+    targets: bool = Field(default=False, description="Whether a request may have a quality target.")
+
+
+class CacheReport(ProfileReport):
+    """The server's default cache, and what every method has done."""
 
     method: str
     settings: dict[str, Any]
     notes: list[str]
     totals: dict[str, MethodTotals]
-    last: Made | None
-    profile: dict[str, Any] | None = Field(description="The constants the method stands on, with their source.")
-    certificates: list[dict[str, Any]] = Field(description="Targets that were shown to be met, and how surely.")
-    frontier: list[FrontierPoint] = Field(description="Schedules that were tried on this model.")
-    targets: bool = Field(description="Whether a request may ask for a quality.")
+    last: GenerationInfo | None
     prompt_cache: dict[str, int] | None
+
+
+class CacheInfo(CacheReport):
+    """The default cache, what every method has done, and the methods and settings that a request may have."""
+
     methods: list[MethodInfo]

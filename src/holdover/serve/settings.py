@@ -1,15 +1,17 @@
-"""What the server was told: every flag of `holdover serve`, declared once. Knows neither torch nor HTTP."""
+"""Settings of the server: every flag of `holdover serve`, declared once. Imports neither torch, fastapi nor ray."""
 
 from __future__ import annotations
 
 import json
 import os
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ..config import Config, setting
 from ..errors import ConfigError
+from ..selector import own_config
 
 API_KEYS = "HOLDOVER_API_KEYS"
 
@@ -19,33 +21,35 @@ class Settings(Config):
     """The settings of one server; each is a flag of the same name."""
 
     model: str = setting("emoji", doc="a model in the box, the folder of a diffusers pipeline, or a name on the hub")
-    cache_backend: str = setting("none", doc="caching method of requests that ask for none of their own")
+    cache_backend: str = setting("none", doc="default caching method, for requests that name none")
     cache_config: str = setting("{}", doc="settings of that method, as a JSON object")
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, ge=0, le=65535, doc="port to listen on; 0 for a free one")
-    max_batch: int = setting(4, ge=1, doc="draw at most this many pictures together")
-    max_wait: float = setting(0.02, ge=0, doc="seconds a picture waits for company")
-    queue_size: int = setting(64, ge=1, doc="pictures that may wait; more are turned away")
-    prompt_cache: bool = setting(False, doc="remember the embeddings of prompts")
-    prompt_cache_size: int = setting(32, ge=1, doc="prompts to remember")
-    max_size: int = setting(1024, ge=1, doc="longest side of a picture, in pixels")
-    max_steps: int = setting(100, ge=1, doc="most steps of one picture")
-    max_images: int = setting(4, ge=1, doc="most pictures of one request")
+    max_batch: int = setting(4, ge=1, doc="largest number of images generated in one batch")
+    max_wait: float = setting(0.02, ge=0, doc="seconds an image waits for others to share its batch")
+    queue_size: int = setting(64, ge=1, doc="largest number of images in the queue; more are rejected")
+    prompt_cache: bool = setting(False, doc="cache the embeddings of prompts")
+    prompt_cache_size: int = setting(32, ge=1, doc="number of prompts to cache")
+    max_size: int = setting(1024, ge=1, doc="longest side of an image, in pixels")
+    max_steps: int = setting(100, ge=1, doc="largest number of steps of one image")
+    max_images: int = setting(4, ge=1, doc="largest number of images of one request")
     max_prompt: int = setting(1000, ge=1, doc="longest prompt, in characters")
     max_body: int = setting(8_000_000, ge=1000, doc="largest request, in bytes")
     cors_origin: tuple[str, ...] = setting((), doc="a web origin whose pages may use the server; repeatable")
-    device: str = setting("auto", doc="cpu, cuda, cuda:1, mps; auto takes the GPU where there is one")
+    device: str = setting("auto", doc="cpu, cuda, cuda:1, mps; auto uses the GPU if there is one")
     dtype: str = setting(
-        "auto", choices=("auto", "float32", "bfloat16", "float16"), doc="of the weights; auto: float32 on a CPU"
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        doc="data type of the weights; auto is float32 on a CPU, bfloat16 elsewhere",
     )
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
-    log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="what is logged")
+    log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_images > self.queue_size:
             raise ConfigError(
-                f"max_images is {self.max_images}, but only {self.queue_size} pictures may wait: raise queue_size."
+                f"max_images is {self.max_images}, but the queue holds only {self.queue_size}: raise queue_size."
             )
 
     @property
@@ -60,7 +64,83 @@ class Settings(Config):
             raise ConfigError(f"cache_config must be a JSON object like {example}, not {self.cache_config}.")
         return values
 
+    def check_cache(self) -> None:
+        """Raise a ConfigError if the default method or its settings are wrong."""
+        settings = self.cache_settings
+        if self.cache_backend != "none" or settings:  # no method to import otherwise, and torch with it
+            own_config(self.cache_backend, settings)
+
 
 def api_keys(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The keys that `HOLDOVER_API_KEYS` names, apart by commas; none: everybody may draw."""
+    """The comma-separated keys in `HOLDOVER_API_KEYS`; if there are none, clients need no key."""
     return tuple(key for part in environment.get(API_KEYS, "").split(",") if (key := part.strip()))
+
+
+_SET_ELSEWHERE = {"host": "http_options", "port": "http_options", "address": "`serve run --address`"}
+
+
+@dataclass(frozen=True)
+class RaySettings(Settings):
+    """The settings of a Ray Serve application; each is a flag of `holdover serve --ray` and an argument in YAML."""
+
+    replicas: int = setting(1, ge=1, doc="with --ray: copies of the model, each on its own device")
+    max_replicas: int = setting(0, ge=0, doc="with --ray: add replicas up to this many as the queue grows; 0: add none")
+    target_requests: float = setting(
+        4.0, gt=0, doc="with --ray: requests per replica, queued ones included, above which replicas are added"
+    )
+    upscale_delay: float = setting(30.0, ge=0, doc="with --ray: seconds of a long queue before replicas are added")
+    downscale_delay: float = setting(600.0, ge=0, doc="with --ray: seconds of a short queue before they are removed")
+    num_gpus: float = setting(-1.0, ge=-1, doc="with --ray: GPUs per replica; -1: one if the cluster has any")
+    num_cpus: float = setting(1.0, ge=0, doc="with --ray: CPUs per replica")
+    fronts: int = setting(1, ge=1, doc="with --ray: number of processes that answer HTTP")
+    retries: int = setting(3, ge=0, doc="with --ray: how often an image is started again because its replica died")
+    address: str = setting("local", doc="with --ray: address of the Ray cluster to join; local starts one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise ConfigError(f"max_replicas is {self.max_replicas}, less than replicas, which is {self.replicas}.")
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Self:
+        """From the `args` of a YAML file or of `serve run`; there `cache_config` may be a mapping."""
+        for name, place in _SET_ELSEWHERE.items():
+            if name in args:
+                raise ConfigError(f"{name!r} is not an argument of the application: it is set in {place}.")
+        cls.check_keys(args)
+        hints = typing.get_type_hints(cls)
+
+        def parse(name: str, value: Any) -> Any:
+            if name == "cache_config":
+                return value if isinstance(value, str) else json.dumps(value)
+            if isinstance(value, str) and hints[name] is not str:
+                try:
+                    return json.loads(value)  # `serve run holdover.serve.ray:app replicas=2`
+                except json.JSONDecodeError:
+                    return value
+            return value
+
+        return cls.from_dict({name: parse(name, value) for name, value in args.items()})
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests a replica is sent at a time: one batch that runs and one that waits."""
+        return 2 * self.max_batch
+
+    @property
+    def autoscaling_config(self) -> dict[str, Any] | None:
+        """Serve's `autoscaling_config`; None for a fixed number of replicas."""
+        if not self.max_replicas:
+            return None
+        return {
+            "min_replicas": self.replicas,
+            "max_replicas": self.max_replicas,
+            "target_ongoing_requests": self.target_requests,
+            "upscale_delay_s": self.upscale_delay,
+            "downscale_delay_s": self.downscale_delay,
+        }
+
+    def worker_settings(self, cache: Mapping[str, Any]) -> Settings:
+        """The settings of a replica's worker, whose queue holds every request that a replica is sent."""
+        shared = {name: getattr(self, name) for name in Settings.field_names()}
+        return Settings(**shared | {"queue_size": self.max_ongoing_requests * self.max_images} | dict(cache))

@@ -1,42 +1,47 @@
-"""The thread that owns the pipeline: it loads the model, draws what waits, and tells those who wait."""
+"""The worker: a thread that owns the pipeline and its cache, takes batches from the queue and generates images."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from ..base import CacheBackend
+from ..config import Config
+from ..engine.backend import find_transformers
+from ..engine.method import NoneConfig
 from ..errors import HoldoverError
+from ..plan.identity import resolve_profile
+from ..profiles import MethodProfile, find
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
+from ..selector import backend_for_config, own_config
 from ..stats import GenerationStats
-from .choice import Choice, choice
 from .errors import ApiError, internal, invalid, unavailable
-from .forming import Forming
-from .known import Known, known_of
 from .metrics import WorkerMetrics
-from .model import Facts, OnStep, Painter, load
+from .model import OnStep, PreviewDecoder, ServedModel, load_model
+from .queue import BatchQueue, GeneratedImage, Pixels, Preview, QueueItem
+from .schemas import CacheReport, FrontierPoint, GenerationInfo, MethodTotals, ProfileReport, Seconds
 from .settings import Settings
-from .studio import Report, Totals
-from .switch import Switch
-from .waiting import Waiting
-from .work import Begun, Failed, Finished, Job, Partial, Record, Ticket, traces
+from .validation import TARGET_METHOD, ModelInfo, format_size
 
 logger = logging.getLogger(__name__)
 
-BROKEN = 3
-"""Generations in a row that fail for no known reason until the device counts as broken."""
+MAX_FAILURES = 3
+"""Unexpected failures in a row after which the device counts as broken."""
 
 
-class CalledOffError(Exception):
-    """Nobody waits for the pictures that are being drawn."""
+class CancelledGenerationError(Exception):
+    """The clients of all images of the batch have disconnected."""
 
 
 class Worker:
@@ -44,206 +49,314 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._metrics = settings, WorkerMetrics()
-        self.waiting = Waiting(settings.queue_size, settings.max_batch, settings.max_wait)
-        self.painter: Painter | None = None
-        self.standing: Choice | None = None
+        self._queue = BatchQueue(settings.queue_size, settings.max_batch, settings.max_wait)
+        self.prompt_cache: PromptEmbedCache | None = None
         self.failure: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.notes: tuple[str, ...] = ()
-        self.known = Known()
-        self.totals: defaultdict[str, Totals] = defaultdict(Totals)
-        self.last: Record | None = None
-        self.prompt_cache: PromptEmbedCache | None = None
-        self._switch: Switch | None = None
-        self._changes: queue.SimpleQueue[tuple[Choice, Future[None]]] = queue.SimpleQueue()
-        self._broken = 0  # generations in a row that failed for no known reason
+        self._model: ServedModel | None = None
+        self._switch: CacheSwitch | None = None
+        self._default: Config | None = None
+        self._profile, self._notes = ProfileReport(), list[str]()
+        self._totals: defaultdict[str, MethodTotals] = defaultdict(MethodTotals)
+        self._last: GenerationInfo | None = None
+        self._new_defaults: queue.SimpleQueue[tuple[Config, Future[None]]] = queue.SimpleQueue()
+        self._failures = 0  # in a row
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
 
     async def start(self) -> None:
-        """Load the model, then draw; returns at once."""
+        """Start the thread, which loads the model; does not wait for it."""
         self._thread.start()
 
-    async def settled(self) -> None:
-        """The model is loaded, or cannot be: that is raised."""
-        await asyncio.to_thread(self._settled.wait)
+    def wait_until_loaded(self) -> None:
+        """Block until the model is loaded; raises the error if it cannot be."""
+        self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
     async def stop(self) -> None:
-        """Draw what waits, then end."""
-        self.waiting.close()
+        """Generate what is in the queue, then end."""
+        self._queue.close()
         await asyncio.to_thread(self._thread.join)
 
-    def loaded(self) -> tuple[Facts, Choice]:
-        """The model and the cache it stands with; an error while it is loading."""
-        if self.painter is None or self.standing is None:
+    def loaded(self) -> tuple[ModelInfo, Config]:
+        """The model and the default cache; an error while the model is loading."""
+        if self._model is None or self._default is None:
             raise unavailable("The model is still loading.", "model_loading")
-        return self.painter.facts, self.standing
+        return self._model.info, self._default
 
     @property
-    def sound(self) -> bool:
-        """Whether the thread lives and the device still draws."""
-        return self._thread.is_alive() and self._broken < BROKEN
+    def healthy(self) -> bool:
+        """Whether the thread is alive and the device works."""
+        return self._thread.is_alive() and self._failures < MAX_FAILURES
 
-    def put(self, tickets: Sequence[Ticket]) -> None:
-        """Let all of them wait, or turn all of them away."""
-        self.waiting.put(tickets)
+    def submit(self, items: Sequence[QueueItem]) -> None:
+        """Put all items in the queue, or raise an error and put none."""
+        self._queue.put(items)
 
-    def __len__(self) -> int:
-        return len(self.waiting)
+    def queue_length(self) -> int:
+        return len(self._queue)
 
-    async def stand(self, wanted: Choice) -> None:
-        """Stand with another cache from the next batch on; where the model refuses it, nothing changes."""
-        change: Future[None] = Future()
-        self._changes.put((wanted, change))
-        self.waiting.wake()
-        await asyncio.wrap_future(change)
+    async def set_default(self, cache: Config) -> None:
+        """Change the default cache before the next batch; if the model does not support it, nothing changes."""
+        done: Future[None] = Future()
+        self._new_defaults.put((cache, done))
+        self._queue.wake()
+        await asyncio.wrap_future(done)
 
-    async def report(self) -> Report:
-        """How the cache stands and what was done with it."""
+    async def report(self) -> CacheReport:
+        """The default cache and what every method has done."""
+        _, default = self.loaded()
         prompts = self.prompt_cache
-        seen = None if prompts is None else (prompts.hits, prompts.misses)
-        return Report(self.known, self.notes, dict(self.totals), self.last, seen)
+        return CacheReport(
+            method=default.method,
+            settings=default.as_dict(),
+            notes=self._notes,
+            totals=dict(self._totals),
+            last=self._last,
+            prompt_cache=None if prompts is None else {"hits": prompts.hits, "misses": prompts.misses},
+            **dict(self._profile),
+        )
 
     async def metrics(self, own: bytes = b"") -> bytes:
-        """What was counted, for Prometheus."""
+        """Everything for Prometheus; `own` are the metrics of the HTTP side."""
         return own + self._metrics.text()
 
-    # On the worker's own thread from here on.
+    # The methods below run on the worker's thread.
 
     def _run(self) -> None:
         try:
-            self._load()
+            model, switch = self._load()
         except Exception as error:
             self.failure = error
             self.on_failure()
             return
         finally:
             self._settled.set()
-        assert self._switch is not None
-        while (batch := self.waiting.take()) is not None:
-            while not self._changes.empty():
-                self._change(*self._changes.get())
+        while (batch := self._queue.take()) is not None:
+            while not self._new_defaults.empty():
+                cache, done = self._new_defaults.get()
+                try:
+                    self._change_default(cache, model, switch)
+                    done.set_result(None)
+                except Exception as error:
+                    done.set_exception(error)
             if batch:
-                self._draw(batch)
-        self._switch.take_off()
+                self._generate(batch, model, switch)
+        switch.disable()
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[ServedModel, CacheSwitch]:
         settings = self._settings
-        standing = choice(settings.cache_backend, settings.cache_settings)
-        painter = load(settings)
-        remember, size = resolve_prompt_embed_cache_config(settings.prompt_cache, settings.prompt_cache_size)
-        if remember:
-            self.prompt_cache = install_prompt_embed_cache(painter.pipeline, max_size=size)
+        default = own_config(settings.cache_backend, settings.cache_settings)
+        model = load_model(settings)
+        enabled, size = resolve_prompt_embed_cache_config(settings.prompt_cache, settings.prompt_cache_size)
+        if enabled:
+            self.prompt_cache = install_prompt_embed_cache(model.pipeline, max_size=size)
         if self.prompt_cache is not None:
-            self._metrics.watch(self.prompt_cache)
-        self._switch = Switch(painter.pipeline, standing)
-        self._stand(standing, painter)
-        self.painter = painter
+            self._metrics.add_prompt_cache(self.prompt_cache)
+        switch = CacheSwitch(model.pipeline, default)
+        self._change_default(default, model, switch)
+        self._model = model
         self._metrics.ready.set(1)
-        logger.info("%s is ready, cache %s", settings.model, standing.method)
+        logger.info("%s is ready, cache %s", settings.model, default.method)
+        return model, switch
 
-    def _stand(self, standing: Choice, painter: Painter) -> None:
-        assert self._switch is not None
-        known = known_of(standing, painter.pipeline)
-        with self._switch.on(standing) as cache:
-            self.notes = cache.stats().notes
-        self.known, self.standing = known, standing
+    def _change_default(self, cache: Config, model: ServedModel, switch: CacheSwitch) -> None:
+        if cache == self._default:
+            return
+        profile = profile_report(cache, model.pipeline)
+        with switch.use(cache) as backend:
+            self._notes = list(backend.stats().notes)
+        if self._default is not None:
+            logger.info("the default cache changes from %s to %s", self._default.method, cache.method)
+        self._profile, self._default = profile, cache
 
-    def _change(self, wanted: Choice, change: Future[None]) -> None:
-        assert self.painter is not None
+    def _generate(self, batch: Sequence[QueueItem], model: ServedModel, switch: CacheSwitch) -> None:
+        cache, start = batch[0].spec.cache, time.monotonic()
+        for item in batch:
+            item.notify("started")
         try:
-            if wanted != self.standing:
-                self._stand(wanted, self.painter)
-                logger.info("the cache is %s from now on", wanted.method)
-            change.set_result(None)
-        except Exception as error:
-            change.set_exception(error)
-
-    def _draw(self, batch: Sequence[Ticket]) -> None:
-        assert self._switch is not None
-        assert self.painter is not None
-        job, begin = batch[0].job, time.monotonic()
-        for ticket in batch:
-            ticket.deliver(Begun())
-        try:
-            with self._switch.on(job.choice) as cache:
-                pictures = self.painter.draw(job, [ticket.order for ticket in batch], self._watcher(job, batch, cache))
-                stats = cache.stats().last
-            self._deliver(batch, pictures, stats, begin)
-            self._broken = 0
-        except CalledOffError:
+            with switch.use(cache) as backend:
+                on_step = self._step_callback(batch, model, backend)
+                pixels = model.generate([item.spec for item in batch], on_step)
+                stats = backend.stats().last
+            self._finish(batch, pixels, model, stats or GenerationStats(cache.method, {}), start)
+            self._failures = 0
+        except CancelledGenerationError:
             self._metrics.cancelled.inc(len(batch))
         except HoldoverError as error:
-            _fail(batch, invalid(str(error), job.choice.param, "cannot_cache"))
+            param = "cache" if cache.as_dict().get("target") is None else "cache.target"
+            _fail(batch, invalid(str(error), param, "cannot_cache"))
         except torch.OutOfMemoryError:
-            _fail(batch, ApiError(503, "The device is out of memory: ask for a smaller picture.", "out_of_memory"))
+            _fail(batch, ApiError(503, "The device is out of memory: request a smaller image.", "out_of_memory"))
         except Exception:
-            logger.exception("requests %s failed", ", ".join(ticket.order.request_id for ticket in batch))
-            self._broken += 1
+            logger.exception("requests %s failed", ", ".join(item.spec.request_id for item in batch))
+            self._failures += 1
             _fail(batch, internal())
 
-    def _watcher(self, job: Job, batch: Sequence[Ticket], cache: CacheBackend) -> OnStep:
-        """Called after each step: ends a generation that nobody waits for, and shows pictures as they are."""
-        assert self.painter is not None
-        wanted = frozenset(step for ticket in batch for step in ticket.order.shown_after)
-        decode = self.painter.decode
-        forming = Forming(decode, self.painter.pipeline.scheduler, job.size) if decode and wanted else None
+    def _step_callback(self, batch: Sequence[QueueItem], model: ServedModel, backend: CacheBackend) -> OnStep:
+        """Called after each step: stops a batch that is cancelled, and sends previews."""
+        preview_steps = frozenset(step for item in batch for step in item.spec.preview_steps)
+        decoder = None
+        if model.decode is not None and preview_steps:
+            decoder = PreviewDecoder(model.decode, model.pipeline.scheduler, batch[0].spec.size)
 
         def on_step(step: int, latents: torch.Tensor) -> None:
-            if all(ticket.cancelled for ticket in batch):
-                raise CalledOffError
-            if forming is None:
+            if all(item.future.cancelled() for item in batch):
+                raise CancelledGenerationError
+            if decoder is None:
                 return
-            forming.follow(latents)
-            if step + 1 in wanted:
-                pictures, seen = forming.pictures(step), traces(cache.stats().last)
-                for ticket, picture in zip(batch, pictures, strict=True):
-                    if step + 1 in ticket.order.shown_after:
-                        ticket.deliver(Partial(picture, step + 1, seen))
+            decoder.update(latents)
+            if step + 1 in preview_steps:
+                previews, trace = decoder.preview(step), _traces(backend.stats().last)
+                for item, pixels in zip(batch, previews, strict=True):
+                    if step + 1 in item.spec.preview_steps:
+                        item.notify(Preview(pixels, step + 1, trace))
 
         return on_step
 
-    def _deliver(
-        self, batch: Sequence[Ticket], pictures: torch.Tensor, stats: GenerationStats | None, begin: float
+    def _finish(
+        self, batch: Sequence[QueueItem], pixels: Pixels, model: ServedModel, stats: GenerationStats, start: float
     ) -> None:
-        seconds = time.monotonic() - begin
-        self.waiting.room.took(seconds / len(batch))
-        records = [self._record(ticket, len(batch), stats, begin, seconds) for ticket in batch]
-        self.last = records[-1]
-        self.totals[self.last.choice.method].add(self.last)
-        self._metrics.drawn(records)
-        for ticket, picture, record in zip(batch, pictures, records, strict=True):
-            ticket.deliver(Finished(picture, record))
+        """Record the batch, and resolve the futures of its items."""
+        seconds = time.monotonic() - start
+        self._queue.admission.record(seconds / len(batch))
+        first = batch[0].spec
+        infos = [
+            GenerationInfo(
+                seed=item.spec.seed,
+                method=first.cache.method,
+                settings=first.cache.as_dict(),
+                steps=first.steps,
+                drawn_size=format_size(first.size),
+                computed=dict(stats.computed),
+                held=dict(stats.held),
+                trace=_traces(stats),
+                seconds=Seconds(
+                    queued=start - item.submitted,
+                    generation=seconds,
+                    computed=stats.seconds(True),
+                    held=stats.seconds(False),
+                ),
+                batch=len(batch),
+                held_bytes=stats.peak_bytes,
+            )
+            for item in batch
+        ]
+        computed, held = sum(stats.computed.values()), sum(stats.held.values())
+        done = MethodTotals(images=len(batch), generations=1, computed=computed, held=held, peak_bytes=stats.peak_bytes)
+        self._totals[first.cache.method].add(done)
+        self._last = infos[-1]
+        self._metrics.record(infos)
+        image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
+        for item, image, info in zip(batch, pixels, infos, strict=True):
+            tokens = model.count_tokens(item.spec.prompt), image_tokens
+            item.notify(GeneratedImage(image, info, tokens))
 
-    def _record(
-        self, ticket: Ticket, batch: int, stats: GenerationStats | None, begin: float, seconds: float
-    ) -> Record:
-        assert self.painter is not None
-        job = ticket.job
-        counted = stats or GenerationStats(job.choice.method, {})
-        area = job.size[0] * job.size[1]
-        return Record(
-            seed=ticket.order.seed,
-            choice=job.choice,
-            steps=job.steps,
-            drawn_size=job.size,
-            computed=counted.computed,
-            held=counted.held,
-            trace=traces(counted),
-            seconds={
-                "queued": begin - ticket.submitted,
-                "generation": seconds,
-                "computed": counted.seconds(True),
-                "held": counted.seconds(False),
-            },
-            batch=batch,
-            held_bytes=counted.peak_bytes,
-            tokens=(self.painter.text_tokens(ticket.order.prompt), area // self.painter.facts.multiple**2),
-        )
+
+def _fail(batch: Sequence[QueueItem], error: ApiError) -> None:
+    for item in batch:
+        item.notify(error)
 
 
-def _fail(batch: Sequence[Ticket], error: ApiError) -> None:
-    for ticket in batch:
-        ticket.deliver(Failed(error))
+def _traces(stats: GenerationStats | None) -> dict[str, str]:
+    """One character per step for each branch: `C` computed, `h` held."""
+    return {} if stats is None else {branch: stats.trace(branch) for branch in stats.branches}
+
+
+class CacheSwitch:
+    """The cache on one pipeline: one at a time, changed between batches."""
+
+    def __init__(self, pipeline: Any, cache: Config) -> None:
+        self._pipeline = pipeline
+        self._backend, self._cache = self._enable(cache), cache
+
+    @contextmanager
+    def use(self, cache: Config) -> Iterator[CacheBackend]:
+        """The backend for one batch. A method stays enabled until a batch needs another one."""
+        with ExitStack() as stack:
+            self._switch(cache, stack)
+            yield self._backend
+
+    def disable(self) -> None:
+        """Restore the pipeline."""
+        if self._backend.is_enabled():
+            self._backend.disable()
+
+    def _switch(self, cache: Config, stack: ExitStack) -> None:
+        enabled = self._backend.is_enabled()
+        if enabled and cache == self._cache:
+            return
+        try:
+            if enabled and cache == NoneConfig():
+                stack.enter_context(self._backend.off())
+                return
+            if enabled and cache.method == self._cache.method:
+                stack.enter_context(self._backend.using(**cache.as_dict()))
+                return
+        except NotImplementedError:
+            pass  # the backend has one setting for all generations: replace it
+        self.disable()
+        try:
+            self._backend, self._cache = self._enable(cache), cache
+        except Exception:
+            if enabled:
+                self._backend = self._enable(self._cache)
+            raise
+
+    def _enable(self, cache: Config) -> CacheBackend:
+        backend = backend_for_config(cache)
+        backend.enable(self._pipeline)
+        return backend
+
+
+def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
+    """What the profiles say about this pipeline's transformer: constants of the method, certificates, frontier."""
+    transformer = next(iter(find_transformers(pipeline).values()))
+    settings = cache.as_dict()
+    measured = resolve_profile(settings["profile"] if cache.method == TARGET_METHOD else None, transformer)
+    constants: MethodProfile | None = None
+    if cache.method == "tea_cache" and settings["coefficients"] is None:
+        constants = find("tea_cache", transformer, pipeline, settings["profile"], settings["signal"])
+    elif cache.method == "mag_cache" and settings["mag_ratios"] is None:
+        constants = find("mag_cache", transformer, pipeline, settings["profile"])
+    profile: dict[str, Any] | None = None
+    if constants is not None:
+        profile = {
+            "method": cache.method,
+            "name": constants.name,
+            "model": constants.model,
+            "source": dict(constants.source),
+            "notes": constants.notes,
+        }
+    if measured is None:
+        return ProfileReport(profile=profile)
+    facts = measured.facts
+    if profile is None:
+        profile = {
+            "method": TARGET_METHOD,
+            "name": facts.name,
+            "model": facts.pipeline,
+            "source": {"date": facts.date, "prompts": str(facts.prompts), **dict(facts.versions)},
+            "notes": f"{len(facts.noise)} steps, {facts.scheduler}",
+        }
+    certificates = [
+        {
+            "target": certificate.target,
+            "computed": len(certificate.computed),
+            "steps": len(certificate.noise),
+            "share": certificate.share,
+            "confidence": certificate.confidence,
+            "prompts": certificate.prompts,
+            "below": certificate.below,
+            "said": str(certificate),
+        }
+        for certificate in facts.certificates
+    ]
+    frontier = [
+        FrontierPoint(speed=len(tried.noise) / len(tried.computed), psnr=tried.psnr, origin=tried.origin)
+        for tried in facts.schedules
+        if math.isfinite(tried.psnr)
+    ]
+    frontier.sort(key=lambda point: point.speed)
+    return ProfileReport(profile=profile, certificates=certificates, frontier=frontier, targets=True)

@@ -1,4 +1,4 @@
-"""`holdover serve --ray`: a cluster of its own, for as long as the command runs."""
+"""`holdover serve --ray`: a Ray cluster for as long as the command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from holdover.cli import app
 
-from ..servers import Server
+from ..servers import PATIENCE, Server
 
 ENVIRONMENT = {"RAY_AUTH_TOKEN": secrets.token_hex(16), "HOLDOVER_API_KEYS": "correct horse"}
 AUTHORIZED = {"authorization": "Bearer correct horse"}
@@ -25,7 +25,7 @@ AUTHORIZED = {"authorization": "Bearer correct horse"}
         (["--ray", "--replicas", "0"], "RaySettings.replicas must be at least 1, not 0."),
         (
             ["--ray", "--replicas", "3", "--max-replicas", "2"],
-            "max_replicas is 2, less than the 3 replicas there always",
+            "max_replicas is 2, less than replicas, which is 3.",
         ),
         (["--ray", "--cache-backend", "magcache"], "There is no caching method 'magcache'. Did you mean 'mag_cache'?"),
     ],
@@ -37,9 +37,9 @@ def test_a_wrong_flag_is_one_clear_line(flags: list[str], said: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_it_serves_until_sigterm_and_finishes_what_runs() -> None:
+def test_it_serves_until_sigterm_and_finishes_running_requests() -> None:
     flags = ("--ray", "--num-cpus", "0.5", "--num-gpus", "0", "--grace", "30")
-    server = Server(*flags, environment=ENVIRONMENT, deadline=240).wait_until_ready()
+    server = Server(*flags, environment=ENVIRONMENT).wait_until_ready()
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     server.http.headers.update(AUTHORIZED)
     begun, lines = threading.Event(), list[str]()
@@ -54,8 +54,8 @@ def test_it_serves_until_sigterm_and_finishes_what_runs() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow)
-        assert begun.wait(180)
-        assert server.stop(timeout=120) == 0, server.log
+        assert begun.wait(PATIENCE)
+        assert server.stop() == 0, server.log
         assert "image_generation.completed" in following.result()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")

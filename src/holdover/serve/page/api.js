@@ -1,6 +1,6 @@
-// Talking to the server. Knows nothing of the page.
+// Requests to the server; does not depend on the page.
 
-export class Refused extends Error {
+export class ApiError extends Error {
   constructor(status, error) {
     super(error?.message ?? `The server answered ${status}.`);
     this.status = status;
@@ -19,7 +19,7 @@ async function ask(path, options = {}) {
   const response = await fetch(path, { ...options, headers });
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));
-    throw new Refused(response.status, body.error);
+    throw new ApiError(response.status, body.error);
   }
   return response;
 }
@@ -29,16 +29,16 @@ export const get = async (path) => (await ask(path)).json();
 export const compare = async (a, b) =>
   (await ask("/v1/images/compare", { method: "POST", body: JSON.stringify({ a, b }) })).json();
 
-/** Draw one picture; `onPartial` gets each unfinished one. Resolves to the finished one. */
-export async function draw(request, signal, onPartial) {
+/** Generates one image; `onPartial` gets each preview. Resolves to the event of the finished image. */
+export async function generate(request, signal, onPartial) {
   const body = JSON.stringify({ ...request, stream: true });
   const response = await ask("/v1/images/generations", { method: "POST", body, signal });
   for await (const event of events(response.body)) {
-    if (event.error) throw new Refused(400, event.error);
+    if (event.error) throw new ApiError(400, event.error);
     if (event.type === "image_generation.completed") return event;
     onPartial(event);
   }
-  throw new Refused(0, { message: "The stream ended before the picture was finished." });
+  throw new ApiError(0, { message: "The stream ended before the image was finished." });
 }
 
 async function* events(body) {

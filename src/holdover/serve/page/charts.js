@@ -1,8 +1,8 @@
-// Steps as cells, settings as points.
+// Charts: steps as cells, settings as points.
 
 import { element } from "./controls.js";
 
-/** One row a branch, one cell a step: full for computed, low for held, faint for what is to come. */
+/** One row per branch, one cell per step: tall for computed, low for held, faint for steps to come. */
 export function strip(root, trace, steps) {
   const branches = Object.entries(trace);
   root.replaceChildren(
@@ -11,25 +11,25 @@ export function strip(root, trace, steps) {
       return element("div", { className: "branch" }, element("span", {}, branch), element("div", { className: "cells" }, ...cells));
     }),
   );
-  const said = branches.map(([branch, text]) => `${branch}: ${count(text, "C")} computed, ${count(text, "h")} held`);
-  root.setAttribute("aria-label", said.join("; ") || "No steps yet");
+  const label = branches.map(([branch, text]) => `${branch}: ${count(text, "C")} computed, ${count(text, "h")} held`);
+  root.setAttribute("aria-label", label.join("; ") || "No steps yet");
 }
 
 export const count = (text, letter) => text.split(letter).length - 1;
 
 const SVG = "http://www.w3.org/2000/svg";
 const shape = (tag, attributes, text) => {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
 };
 
 const [HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [220, 30, 12, 26, 36];
 
-/** PSNR over how many times fewer forwards are computed: points that were tried, and the frontier of the profile where the server knows one. */
+/** PSNR over the reduction of computed forwards: a point for each setting that was tried, and the frontier of the profile if there is one. */
 export function plot(root, points, frontier) {
-  const WIDTH = Math.max(260, root.clientWidth); // in pixels, so that letters keep their size
+  const WIDTH = Math.max(260, root.clientWidth); // in pixels, so that text keeps its size
   const all = [...points, ...frontier];
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
   svg.setAttribute("aria-label", points.map((p) => `${p.label}: ${p.speed.toFixed(2)} times fewer, ${p.psnr.toFixed(1)} decibels`).join("; ") || "Nothing tried yet");

@@ -1,15 +1,15 @@
-// The form of a method's settings, built from what the server says of them.
+// The form of a method's settings, built from the server's description of them.
 
-const HIDDEN = new Set(["num_inference_steps"]); // the scheduler says it
+const HIDDEN = new Set(["num_inference_steps"]); // known from the scheduler
 const SHOWN = 4;
 
 export const element = (tag, properties = {}, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
 };
 
-/** Radio buttons, one a method. */
+/** Radio buttons, one per method. */
 export function methodButtons(methods, chosen, onChange) {
   return methods.map(({ method }) => {
     const input = element("input", { type: "radio", name: "method", value: method, checked: method === chosen });
@@ -18,7 +18,7 @@ export function methodButtons(methods, chosen, onChange) {
   });
 }
 
-/** Sliders, boxes and lists for the settings of a method; `values` overrides the defaults. */
+/** Sliders, checkboxes and lists for the settings of a method; `values` overrides the defaults. */
 export function settingInputs(method, values, targets, onChange) {
   const fields = method.settings.filter((field) => !HIDDEN.has(field.name) && formOf(field) && (targets || field.name !== "target"));
   const rows = fields.map((field) => row(field, values[field.name] ?? field.default, onChange));
@@ -28,7 +28,7 @@ export function settingInputs(method, values, targets, onChange) {
   return [...rows.slice(0, SHOWN), more];
 }
 
-/** What the form says: only what differs from the defaults is sent, so that links stay short. */
+/** The values in the form that differ from the defaults; the others are not sent, which keeps links short. */
 export function settingValues(method, root) {
   const values = {};
   for (const field of method.settings) {
@@ -52,9 +52,9 @@ function row(field, value, onChange) {
   const input = formOf(field)(field, value);
   input.id = id;
   input.dataset.setting = field.name;
-  const say = () => (output.textContent = shown(field, input));
-  input.addEventListener("input", () => (say(), onChange()));
-  say();
+  const update = () => (output.textContent = shown(field, input));
+  input.addEventListener("input", () => (update(), onChange()));
+  update();
   const label = element("label", { htmlFor: id }, words(field.name), output);
   const hint = element("p", { className: "hint", id: `${id}-hint` }, field.doc);
   input.setAttribute("aria-describedby", hint.id);
@@ -73,19 +73,19 @@ function slider(field, value) {
   return element("input", { type: "range", min: low, max: Math.max(high, value), step, value });
 }
 
-// Settings that are words with a number in them.
+// Settings that are text with a number in it.
 const SPECIAL = {
-  target: { make: wordy(20, 60, 1, 40), read: (value) => `psnr>=${value}`, shown: (value) => `PSNR ≥ ${value} dB` },
-  budget: { make: wordy(1.5, 8, 0.5, 3), read: (value) => `${value}x`, shown: (value) => `${value}×` },
+  target: { make: numberSlider(20, 60, 1, 40), read: (value) => `psnr>=${value}`, shown: (value) => `PSNR ≥ ${value} dB` },
+  budget: { make: numberSlider(1.5, 8, 0.5, 3), read: (value) => `${value}x`, shown: (value) => `${value}×` },
 };
 
-function wordy(min, max, step, usual) {
+function numberSlider(min, max, step, usual) {
   return (field, value) => element("input", { type: "range", min, max, step, value: /[\d.]+/.exec(value ?? "")?.[0] ?? usual });
 }
 
-/** Quality or speed: one of the two sliders is there. */
+/** Quality or speed: one of the two sliders is shown. */
 function aim(rows, values, onChange) {
-  const of = (name) => rows.find((made) => made.querySelector(`[data-setting=${name}]`));
+  const of = (name) => rows.find((row) => row.querySelector(`[data-setting=${name}]`));
   const options = [["target", "a quality"], ["budget", "a speed-up"]].map(([value, text]) => element("option", { value, selected: value === (values.budget ? "budget" : "target") }, text));
   const select = element("select", { id: "aim" }, ...options);
   const show = () => ["target", "budget"].forEach((name) => of(name) && (of(name).hidden = name !== select.value));

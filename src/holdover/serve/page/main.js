@@ -1,29 +1,29 @@
-// The page: one prompt, drawn plain and cached.
+// The page: one prompt, generated without and with a cache.
 
-import { Refused, compare, draw, get, key } from "./api.js";
+import { ApiError, compare, generate, get, key } from "./api.js";
 import { count, plot, strip } from "./charts.js";
 import { element, methodButtons, settingInputs, settingValues } from "./controls.js";
 
 const $ = (id) => document.getElementById(id);
 const SUBJECTS = ["red apple", "cat with sunglasses", "rocket", "cactus", "ghost", "pizza", "happy frog", "birthday cake"];
-const state = { model: null, methods: [], standing: null, given: {}, drawing: null, plain: new Map(), points: [], frontier: [] };
+const state = { model: null, methods: [], cache: null, given: {}, running: null, plain: new Map(), points: [], frontier: [] };
 
 async function start() {
   try {
     const [models, cache] = await Promise.all([get("/v1/models"), get("/v1/cache")]);
-    ready(models.data[0], cache);
+    showModel(models.data[0], cache);
   } catch (error) {
     if (error.status === 401) return askForKey();
     if (error.status === 503) {
-      say("The model is loading…");
+      showStatus("The model is loading…");
       return setTimeout(start, 700);
     }
-    say(error.message, true);
+    showStatus(error.message, true);
   }
 }
 
-function ready(model, cache) {
-  Object.assign(state, { model, methods: cache.methods.filter((m) => m.method !== "none"), standing: cache });
+function showModel(model, cache) {
+  Object.assign(state, { model, methods: cache.methods.filter((m) => m.method !== "none"), cache });
   state.frontier = cache.frontier;
   $("key-label").hidden = true;
   $("model").textContent = model.id;
@@ -34,27 +34,27 @@ function ready(model, cache) {
   $("style").replaceChildren(element("option", { value: "" }, "none"), ...Object.values(model.styles).map((style) => element("option", { value: style }, style.replace(/ style$/, ""))));
   $("style-label").hidden = Object.keys(model.styles).length === 0;
   $("style").value = model.styles.fluent3d ?? "";
-  const shared = fromLink();
-  const standing = state.methods.some((m) => m.method === cache.method) ? cache.method : "mag_cache";
-  const known = state.methods.find((m) => m.method === shared) ?? state.methods.find((m) => m.method === standing) ?? state.methods[0];
+  const linked = readLink();
+  const preferred = state.methods.some((m) => m.method === cache.method) ? cache.method : "mag_cache";
+  const known = state.methods.find((m) => m.method === linked) ?? state.methods.find((m) => m.method === preferred) ?? state.methods[0];
   if (known.method === cache.method) state.given = { ...cache.settings, ...state.given };
-  const buttons = methodButtons(state.methods, known.method, () => (showSettings({}), changed()));
+  const buttons = methodButtons(state.methods, known.method, () => (showSettings({}), updateLink()));
   $("methods").replaceChildren($("methods").querySelector("legend"), element("div", { className: "segments" }, ...buttons));
   showSettings(state.given);
-  say("");
-  redraw();
-  if (state.frontier.length) $("plot-note").textContent = "The line is the frontier of the model's profile; points are what you tried.";
-  if (shared) run();
+  showStatus("");
+  updatePlot();
+  if (state.frontier.length) $("plot-note").textContent = "The line is the frontier in the model's profile; each point is a setting you tried.";
+  if (linked) run();
 }
 
 const method = () => state.methods.find((m) => m.method === document.querySelector("[name=method]:checked")?.value);
 
 function showSettings(values) {
   $("method-doc").textContent = method().doc;
-  $("settings").replaceChildren(...settingInputs(method(), values, state.standing.targets, changed));
+  $("settings").replaceChildren(...settingInputs(method(), values, state.cache.targets, updateLink));
 }
 
-// Links: the settings are in the address.
+// Links: the address contains the settings.
 
 const FIELDS = ["prompt", "style", "steps", "guidance", "seed"];
 
@@ -65,7 +65,7 @@ function link() {
   return `${location.pathname}?${query}`;
 }
 
-function fromLink() {
+function readLink() {
   const query = new URLSearchParams(location.search);
   for (const name of FIELDS) if (query.has(name)) $(name).value = query.get(name);
   if ($("style").selectedIndex < 0) $("style").value = "";
@@ -74,17 +74,17 @@ function fromLink() {
     try {
       state.given[name.slice(6)] = JSON.parse(text);
     } catch {
-      say(`The link's ${name} is not a value.`, true);
+      showStatus(`${name} in the link is not a valid value.`, true);
     }
   }
   return query.get("method");
 }
 
-const changed = () => history.replaceState(null, "", link());
+const updateLink = () => history.replaceState(null, "", link());
 
-// Drawing.
+// Generating.
 
-const request = (cache, steps) => ({
+const requestBody = (cache, steps) => ({
   prompt: $("style").value ? `${$("prompt").value.trim()}, ${$("style").value}` : $("prompt").value.trim(),
   seed: Number($("seed").value),
   guidance: Number($("guidance").value),
@@ -95,45 +95,45 @@ const request = (cache, steps) => ({
 
 async function run() {
   if (!$("form").reportValidity() || !state.model) return;
-  state.drawing?.abort();
-  const control = (state.drawing = new AbortController());
-  changed();
-  busy(true);
-  clear();
+  state.running?.abort();
+  const control = (state.running = new AbortController());
+  updateLink();
+  setBusy(true);
+  clearResults();
   try {
     const steps = Number($("steps").value);
     const cache = { method: method().method, ...settingValues(method(), $("settings")) };
-    const plain = await drawPlain(request({ method: "none" }, steps), control.signal);
-    say("Drawing with the cache…");
-    const cached = await drawInto("cached", request(cache, steps), control.signal);
-    await conclude(plain, cached, cache);
-    say("");
+    const plain = await generatePlain(requestBody({ method: "none" }, steps), control.signal);
+    showStatus("Generating with the cache…");
+    const cached = await generateInto("cached", requestBody(cache, steps), control.signal);
+    await showResult(plain, cached, cache);
+    showStatus("");
   } catch (error) {
-    if (control === state.drawing) failed(error);
+    if (control === state.running) showFailure(error);
   } finally {
-    if (control === state.drawing) busy(false);
+    if (control === state.running) setBusy(false);
   }
 }
 
-/** The plain picture is the same whatever the cache is: it is drawn once and remembered. */
-async function drawPlain(asked, signal) {
-  const name = JSON.stringify(asked);
+/** The image without a cache does not depend on the cache's settings: it is generated once and kept. */
+async function generatePlain(request, signal) {
+  const name = JSON.stringify(request);
   if (!state.plain.has(name)) {
-    say("Drawing plain…");
-    if (state.plain.size > 20) state.plain.clear();
-    state.plain.set(name, await drawInto("plain", asked, signal));
+    showStatus("Generating without a cache…");
+    if (state.plain.size > 20) state.plain.clearResults();
+    state.plain.set(name, await generateInto("plain", request, signal));
   } else {
-    show("plain", state.plain.get(name), asked.steps);
+    show("plain", state.plain.get(name), request.steps);
     finish("plain", state.plain.get(name));
   }
   return state.plain.get(name);
 }
 
-async function drawInto(id, asked, signal) {
+async function generateInto(id, request, signal) {
   $(id).classList.add("active");
   try {
-    const done = await draw(asked, signal, (event) => show(id, { ...event, trace: event.trace }, asked.steps));
-    show(id, done, asked.steps);
+    const done = await generate(request, signal, (event) => show(id, { ...event, trace: event.trace }, request.steps));
+    show(id, done, request.steps);
     finish(id, done);
     return done;
   } finally {
@@ -162,7 +162,7 @@ function finish(id, { holdover }) {
   $(id).querySelector(".count").textContent = `${computed} of ${all} forwards computed`;
 }
 
-async function conclude(plain, cached, cache) {
+async function showResult(plain, cached, cache) {
   const speed = plain.holdover.seconds.generation / cached.holdover.seconds.generation;
   const { psnr, equal } = await compare(plain.b64_json, cached.b64_json);
   const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
@@ -172,15 +172,15 @@ async function conclude(plain, cached, cache) {
   $("forwards").textContent = `${computed} of ${computed + held}`;
   $("bytes").textContent = bytes(cached.holdover.held_bytes);
   state.points.push({ method: cache.method, speed: (computed + held) / computed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
-  redraw();
+  updatePlot();
 }
 
-const redraw = () => plot($("plot"), state.points.slice(-40), state.frontier);
+const updatePlot = () => plot($("plot"), state.points.slice(-40), state.frontier);
 
 const labelOf = ({ method: name, ...settings }) => [name, ...Object.values(settings)].join(" ");
 const bytes = (n) => (n < 1e3 ? `${n} B` : n < 1e6 ? `${(n / 1e3).toFixed(0)} kB` : n < 1e9 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e9).toFixed(2)} GB`);
 
-function clear() {
+function clearResults() {
   for (const id of ["plain", "cached"]) {
     $(id).classList.remove("done");
     $(id).querySelector(".bar").style.transform = "scaleX(0)";
@@ -190,8 +190,8 @@ function clear() {
   for (const id of ["speed", "psnr", "forwards", "bytes"]) $(id).textContent = "–";
 }
 
-function busy(yes) {
-  const [from, to] = yes ? [$("draw"), $("stop")] : [$("stop"), $("draw")];
+function setBusy(yes) {
+  const [from, to] = yes ? [$("generate"), $("stop")] : [$("stop"), $("generate")];
   const focused = document.activeElement === from;
   from.hidden = true;
   to.hidden = false;
@@ -199,13 +199,13 @@ function busy(yes) {
   document.body.classList.toggle("busy", yes);
 }
 
-function failed(error) {
-  if (error.name === "AbortError") return say("Stopped.");
+function showFailure(error) {
+  if (error.name === "AbortError") return showStatus("Stopped.");
   if (error.status === 401) return askForKey();
-  say(error instanceof Refused ? error.message : `The server cannot be reached: ${error.message}`, true);
+  showStatus(error instanceof ApiError ? error.message : `The server cannot be reached: ${error.message}`, true);
 }
 
-function say(text, bad = false) {
+function showStatus(text, bad = false) {
   $("status").textContent = text;
   $("status").classList.toggle("bad", bad);
 }
@@ -213,24 +213,24 @@ function say(text, bad = false) {
 function askForKey() {
   $("key-label").hidden = false;
   $("key").focus();
-  say("A key is needed.", true);
+  showStatus("This server requires a key.", true);
 }
 
 $("form").addEventListener("submit", (event) => (event.preventDefault(), run()));
-$("form").addEventListener("change", () => state.model && changed());
-$("stop").addEventListener("click", () => state.drawing?.abort());
+$("form").addEventListener("change", () => state.model && updateLink());
+$("stop").addEventListener("click", () => state.running?.abort());
 $("dice").addEventListener("click", () => {
   $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] % 100000;
-  changed();
+  updateLink();
 });
 $("key").addEventListener("change", () => (key.set($("key").value), start()));
 $("share").addEventListener("click", async () => {
-  changed();
-  await navigator.clipboard?.writeText(location.href).then(() => say("The link is copied."), () => say("The link is in the address bar."));
+  updateLink();
+  await navigator.clipboard?.writeText(location.href).then(() => showStatus("Link copied."), () => showStatus("The link is in the address bar."));
 });
-window.addEventListener("resize", redraw);
+window.addEventListener("resize", updatePlot);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") state.drawing?.abort();
+  if (event.key === "Escape") state.running?.abort();
 });
 $("prompt").placeholder = SUBJECTS[Math.floor(Math.random() * SUBJECTS.length)];
 start();

@@ -1,11 +1,8 @@
 """The image server on many machines, as a Ray Serve application. Importing this package imports neither ray nor torch.
 
 ```
-settings   what the application was told      application  what `serve run` builds
-ingress    the HTTP side: the very same app   deployments  from settings to processes
-replica    one worker with its device         fleet        all replicas, seen from the ingress
-cache      settings and profile for all       routing      to a replica that has the prompt's embeddings
-counted    the metrics of all                 launch       `holdover serve --ray`
+deployment  the processes: an ingress that answers HTTP, replicas that generate; `holdover serve --ray`
+backend     all replicas, as the ingress uses them: routing, retries, the default cache
 ```
 
 `serve run holdover.serve.ray:app` takes a YAML file whose `args` are the settings.
@@ -14,19 +11,28 @@ counted    the metrics of all                 launch       `holdover serve --ray
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .application import app as app
-    from .launch import serve as serve
-    from .settings import RaySettings as RaySettings
+from ..settings import RaySettings
 
-_HOMES = {"app": "application", "serve": "launch", "RaySettings": "settings"}
+if TYPE_CHECKING:
+    from ray import serve as ray_serve
+
+    from .deployment import serve as serve
 
 __all__ = ["RaySettings", "app", "serve"]
 
 
+def app(args: Mapping[str, Any]) -> ray_serve.Application:
+    """The application that `serve run` builds; `args` are settings, checked before anything is imported."""
+    settings = RaySettings.from_args(args)
+    from .deployment import build
+
+    return build(settings)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name != "serve":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return importlib.import_module(".deployment", __name__).serve

@@ -1,4 +1,4 @@
-"""What a server says of itself, and what every answer has."""
+"""Paths other than generations: models, cache, compare, metrics, the page; and what every response has."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from PIL import Image
 
 from holdover.selector import config_class, methods
 
-from .servers import Server
+from .servers import Server, eventually
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
 
-def png(colour: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> str:
+def png(color: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> str:
     file = io.BytesIO()
-    Image.new("RGB", size, colour).save(file, "PNG")
+    Image.new("RGB", size, color).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_every_answer_has_an_id_and_keeps_the_one_it_was_given(server: Server) -> None:
+def test_every_response_has_a_request_id_and_keeps_the_clients(server: Server) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", server.http.get("/health").headers["x-request-id"])
     assert server.http.get("/nothing", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert server.http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
 
 
-def test_what_is_not_there_is_an_error_of_the_same_shape(server: Server) -> None:
+def test_unknown_paths_and_methods_are_errors_of_the_same_shape(server: Server) -> None:
     missing = server.http.get("/v1/modles")
     assert missing.status_code == 404
     assert "Did you mean '/v1/models'?" in missing.json()["error"]["message"]
@@ -56,7 +56,7 @@ def test_a_request_beyond_the_limit_is_not_read(server: Server) -> None:
     assert chunked.status_code == 413
 
 
-def test_the_model_says_how_to_ask_for_it(server: Server) -> None:
+def test_a_model_has_its_defaults_and_limits(server: Server) -> None:
     (model,) = server.http.get("/v1/models").json()["data"]
     assert (model["id"], model["size"], model["steps"], model["partial_images"]) == ("emoji", "64x64", 30, True)
     assert model["styles"]["fluent3d"] == "glossy 3d style"
@@ -64,19 +64,19 @@ def test_the_model_says_how_to_ask_for_it(server: Server) -> None:
     assert server.http.get("/v1/models/emoji").json() == model
 
 
-def test_the_cache_says_how_it_stands_and_what_it_did(server: Server) -> None:
+def test_the_cache_reports_its_default_and_totals(server: Server) -> None:
     before = server.http.get("/v1/cache").json()
-    drawn = server.draw(steps=6).json()["data"][0]["holdover"]
+    generated = server.generate(steps=6).json()["data"][0]["holdover"]
     after = server.http.get("/v1/cache").json()
     assert (after["method"], after["settings"]["mag_threshold"]) == ("mag_cache", 0.24)
-    assert after["last"] == drawn
+    assert after["last"] == generated
     assert after["profile"]["name"] == "emoji"
     assert after["profile"]["source"]
     done = before["totals"].get("mag_cache", {"computed": 0, "held": 0, "images": 0})
     gained = {name: after["totals"]["mag_cache"][name] - done[name] for name in done if name != "peak_bytes"}
-    assert (gained["computed"], gained["held"]) == (drawn["computed"]["cond"], drawn["held"]["cond"])
+    assert (gained["computed"], gained["held"]) == (generated["computed"]["cond"], generated["held"]["cond"])
     assert gained["images"] == 1
-    assert after["totals"]["mag_cache"]["peak_bytes"] >= drawn["held_bytes"] > 0
+    assert after["totals"]["mag_cache"]["peak_bytes"] >= generated["held_bytes"] > 0
 
 
 def test_the_methods_are_listed_with_their_settings(server: Server) -> None:
@@ -91,7 +91,7 @@ def test_the_methods_are_listed_with_their_settings(server: Server) -> None:
     assert (ratio["kind"], ratio["default"], ratio["minimum"], ratio["maximum"]) == ("number", 0.1, 0, 1)
 
 
-def test_two_pictures_are_compared(server: Server) -> None:
+def test_two_images_are_compared(server: Server) -> None:
     def compare(a: str, b: str) -> dict[str, object]:
         answer: dict[str, object] = server.http.post("/v1/images/compare", json={"a": a, "b": b}).json()
         return answer
@@ -118,26 +118,26 @@ def test_metrics_count_what_happened(server: Server) -> None:
             "batches": server.metric("holdover_batch_size_count"),
         }
 
-    server.draw()
+    server.generate()
     before = counts()
-    made = server.draw(steps=6).json()["data"][0]["holdover"]
-    gained = {name: value - before[name] for name, value in counts().items()}
-    assert gained == {
+    info = server.generate(steps=6).json()["data"][0]["holdover"]
+    gained = {
         "ok": 1,
-        "computed": made["computed"]["cond"],
-        "held": made["held"]["cond"],
+        "computed": info["computed"]["cond"],
+        "held": info["held"]["cond"],
         "images": 1,
         "hits": 1,
         "latency": 1,
         "queue": 1,
         "batches": 1,
     }
-    assert server.metric("holdover_held_bytes", method="mag_cache") == made["held_bytes"]
+    assert eventually(lambda: {name: value - before[name] for name, value in counts().items()} == gained)
+    assert server.metric("holdover_held_bytes", method="mag_cache") == info["held_bytes"]
     assert server.metric("holdover_ready") == 1
 
 
-def test_the_dashboard_asks_for_metrics_that_exist(server: Server) -> None:
-    server.draw()
+def test_the_dashboard_uses_metrics_that_exist(server: Server) -> None:
+    server.generate()
     text = server.http.get("/metrics").text
     known = set(re.findall(r"^(holdover_\w+?)(?:_total|_bucket|_sum|_count|_created)?(?:\{| )", text, re.MULTILINE))
     dashboard = json.loads(DASHBOARD.read_text())
@@ -151,7 +151,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Server) -> None:
     assert asked <= known
 
 
-def test_the_page_and_its_parts_are_served_from_the_package_alone(server: Server) -> None:
+def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     page = server.http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]

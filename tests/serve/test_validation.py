@@ -1,0 +1,139 @@
+"""Requests validated for models other than the one in the box, and the cache that a request gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdover.selector import methods, own_config
+from holdover.serve.errors import ApiError
+from holdover.serve.openapi import method_infos, settings_schema
+from holdover.serve.queue import ImageSpec
+from holdover.serve.schemas import ImageRequest
+from holdover.serve.settings import Settings
+from holdover.serve.validation import ModelInfo, preview_steps, requested_cache, validate
+
+NONE = own_config("none", {})
+FLUX = ModelInfo(
+    name="flux",
+    pipeline="FluxPipeline",
+    transformer="FluxTransformer2DModel",
+    parameters=frozenset({"guidance_scale", "true_cfg_scale", "negative_prompt", "callback_on_step_end"}),
+    steps=28,
+    size=(512, 512),
+    size_multiple=16,
+    fixed_size=False,
+    partial_images=True,
+)
+BARE = ModelInfo("bare", "BarePipeline", "BareModel", frozenset(), 20, (64, 64), 8, False, False)
+
+
+def validated(model: ModelInfo = FLUX, **request: Any) -> list[ImageSpec]:
+    return validate(ImageRequest(prompt="x", **request), model, Settings(), NONE)
+
+
+def test_fields_that_are_left_out_have_the_models_defaults() -> None:
+    (found,) = validated()
+    assert (found.size, found.steps, found.guidance, found.negative_prompt) == ((512, 512), 28, (), None)
+    assert validated(size="auto")[0].size == (512, 512)
+
+
+def test_a_model_with_two_guidance_scales_gets_both() -> None:
+    (found,) = validated(guidance=3.5, cfg_scale=4.0, negative_prompt="blur")
+    assert found.guidance == (("guidance_scale", 3.5), ("true_cfg_scale", 4.0))
+    assert found.negative_prompt == "blur"
+
+
+def test_an_image_is_generated_in_the_requested_size() -> None:
+    (found,) = validated(size="640x480")
+    assert (found.output_size, found.size) == ((640, 480), (640, 480))
+
+
+def test_the_servers_limit_applies_to_the_models_default_too() -> None:
+    (found,) = validate(ImageRequest(prompt="x"), FLUX, Settings(max_steps=4), NONE)
+    assert found.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "request_", "param", "said"),
+    [
+        (FLUX, {"size": "500x512"}, "size", "multiples of 16"),
+        (BARE, {"guidance": 2.0}, "guidance", "has no guidance scale"),
+        (BARE, {"negative_prompt": "blur"}, "negative_prompt", "has no negative prompt"),
+        (BARE, {"stream": True, "partial_images": 1}, "partial_images", "has no previews of unfinished images"),
+    ],
+)
+def test_what_a_model_does_not_support_is_an_error(
+    model: ModelInfo, request_: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        validated(model, **request_)
+    assert (refused.value.status_code, refused.value.param) == (400, param)
+
+
+def test_each_image_of_a_request_has_its_own_seed_and_the_same_batch_key() -> None:
+    found = validated(n=3, seed=5)
+    assert [one.seed for one in found] == [5, 6, 7]
+    assert len({one.batch_key for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "after"),
+    [(0, 10, []), (1, 10, [5]), (3, 8, [2, 4, 6]), (9, 10, list(range(1, 10))), (50, 4, [1, 2, 3]), (5, 1, [])],
+)
+def test_previews_are_evenly_spaced(count: int, steps: int, after: list[int]) -> None:
+    assert sorted(preview_steps(count, steps)) == after
+
+
+# The cache of a request
+
+DEFAULT = own_config("mag_cache", {"mag_threshold": 0.5, "mag_max_skip_steps": 2, "profile": "emoji"})
+PLANNED = own_config("plan", {"target": "psnr>=35", "profile": "mine.safetensors"})
+
+
+def test_a_request_without_a_cache_gets_the_default() -> None:
+    assert requested_cache(None, DEFAULT) is DEFAULT
+    assert requested_cache({}, DEFAULT) == DEFAULT
+
+
+def test_settings_alone_change_the_default() -> None:
+    assert requested_cache({"mag_threshold": 0.1}, DEFAULT) == DEFAULT.replaced(mag_threshold=0.1)
+
+
+def test_a_method_by_name_has_its_own_defaults_but_the_servers_profile() -> None:
+    named = requested_cache({"method": "mag_cache", "mag_threshold": 0.1}, DEFAULT)
+    assert named == own_config("mag_cache", {"mag_threshold": 0.1, "profile": "emoji"})
+    assert requested_cache({"method": "plan", "budget": "2x"}, PLANNED) == own_config(
+        "plan", {"budget": "2x", "profile": "mine.safetensors"}
+    )
+
+
+def test_a_target_selects_plan() -> None:
+    assert requested_cache({"target": "psnr>=40"}, DEFAULT) == own_config("plan", {"target": "psnr>=40"})
+    assert requested_cache({"target": "psnr>=40"}, PLANNED).as_dict()["profile"] == "mine.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("cache", "param"),
+    [
+        ({"method": "plan", "budget": "2x", "target": "psnr>=40"}, "cache"),
+        ({"budget": "0x"}, "cache.budget"),
+        ({"method": "plan", "schedule": [0, 0]}, "cache.schedule"),
+        ({"method": "plan", "profile": "/etc/passwd"}, "cache.profile"),
+        ({"method": ["plan"]}, "cache.method"),
+        ({"method": "pian"}, "cache.method"),
+    ],
+)
+def test_the_error_names_the_field_that_is_wrong(cache: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        requested_cache(cache, PLANNED)
+    assert (refused.value.status_code, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("method", methods())
+def test_no_request_can_name_a_file(method: str) -> None:
+    (info,) = [info for info in method_infos() if info.method == method]
+    names = [setting.name for setting in info.settings]
+    assert list(settings_schema(method)) == names
+    assert not [name for name in names if "path" in name or "profile" in name or "calibrate" in name]
