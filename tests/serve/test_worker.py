@@ -19,7 +19,7 @@ from holdover.engine.backend import NoneBackend
 from holdover.engine.method import NoneConfig
 from holdover.errors import ConfigError, HoldoverError
 from holdover.plan.identity import facts_of
-from holdover.profiles import Certificate, Facts, Profile, Schedule
+from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
 from holdover.selector import own_config
 from holdover.serve.model import ServedModel
 from holdover.serve.queue import Pixels
@@ -107,7 +107,7 @@ def test_a_backend_with_one_setting_is_replaced_instead(model: ServedModel, monk
 def test_the_report_has_what_was_measured(tmp_path: Path) -> None:
     pipe = holdover.load("emoji")
     noise, euler = (1.0, 0.75, 0.5, 0.25), "FlowMatchEulerDiscreteScheduler"
-    facts = Facts(
+    facts = ProfileFacts(
         name="mine",
         pipeline="EmojiPipeline",
         scheduler=euler,
@@ -118,7 +118,7 @@ def test_the_report_has_what_was_measured(tmp_path: Path) -> None:
         date="2026-11-15",
         versions=(("torch", "2.13.0"),),
         schedules=tuple(
-            Schedule(noise=noise, scheduler=euler, computed=steps, weights=(), origin="planned", psnr=psnr)
+            MeasuredPlan(noise=noise, scheduler=euler, computed=steps, weights=(), origin="planned", psnr=psnr)
             for steps, psnr in (((0, 2), 31.0), ((0, 1, 2), 40.0))
         ),
         certificates=(
