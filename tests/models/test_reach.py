@@ -173,9 +173,9 @@ def test_one_class_is_explained():
 
 def test_models_command():
     command = [sys.executable, "-m", "holdover.cli", "models"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "classes replay exactly" in listed.stdout
-    unknown = subprocess.run([*command, "FluxTransformer2DModl"], capture_output=True, text=True, timeout=600)
+    unknown = subprocess.run([*command, "FluxTransformer2DModl"], capture_output=True, text=True, timeout=120)
     assert unknown.returncode == 2
     assert "Did you mean 'FluxTransformer2DModel'" in unknown.stderr
 
