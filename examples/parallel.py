@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/parallel.py
 
-Prints which steps each rank computed (C) and held (h), and whether the image is that of a single process.
+Prints which steps each rank computed (C) and held (h), and whether the image is that of a single process. A number at
+the end of the command is the side of the image in pixels instead of 64.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ METHODS: dict[str, dict[str, Any]] = {
 class GuidedPipeline:
     """The built-in model with a denoising loop that runs both branches here, or one on each rank of a group."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int) -> None:
         self.pipe = holdover.load("emoji")
         self._embeds = {name: self.pipe.encode_prompt(prompt) for name, prompt in PROMPTS.items()}
-        patches = torch.arange(SIDE // PATCH)
+        self._side = side
+        patches = torch.arange(side // PATCH)
         self._image_ids = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), patches, patches).float()
 
     @torch.no_grad()
     def generate(self, group: dist.ProcessGroup | None) -> torch.Tensor:
         """The latents of one image; with a group, each rank runs one branch and the outputs are gathered."""
-        latents = self.pipe.prepare_latents(1, (SIDE, SIDE), "cpu", torch.Generator().manual_seed(0))
+        latents = self.pipe.prepare_latents(1, (self._side, self._side), "cpu", torch.Generator().manual_seed(0))
         for time in self.pipe.prepare_timesteps(STEPS, None, latents.shape[1], "cpu"):
             if group is None:
                 cond, uncond = (self._forward(name, latents, time) for name in PROMPTS)
@@ -77,7 +79,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     if dist.get_world_size() != len(PROMPTS):
         sys.exit(f"Guidance has {len(PROMPTS)} branches: start it with torchrun --nproc-per-node {len(PROMPTS)}.")
-    pipeline = GuidedPipeline()
+    pipeline = GuidedPipeline(side=int(sys.argv[1]) if len(sys.argv) > 1 else SIDE)
     for method, settings in METHODS.items():
         with holdover.enable(pipeline.pipe, method, **settings):
             alone = pipeline.generate(group=None)

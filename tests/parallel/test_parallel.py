@@ -33,7 +33,7 @@ def test_a_rank_that_hangs_is_an_error_and_the_group_starts_again(two: WorkerGro
 
 
 def test_the_example_generates_the_image_of_one_process_over_two() -> None:
-    printed = run_under_torchrun(ROOT / "examples" / "parallel.py", size=2)
+    printed = run_under_torchrun(2, ROOT / "examples" / "parallel.py", "32")
     lines = [line.split() for line in printed.splitlines()]
     assert [line[:4] for line in lines] == [
         [method, "rank", rank, branch]

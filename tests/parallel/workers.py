@@ -87,7 +87,7 @@ def start_process(target: Any, *args: Any) -> Any:
     return process
 
 
-def run_under_torchrun(script: Path, size: int) -> str:
+def run_under_torchrun(size: int, script: Path, *args: str) -> str:
     """Run a script on `size` ranks in the environment that torchrun gives it; returns what rank 0 printed."""
     from torch.distributed import TCPStore
 
@@ -102,7 +102,9 @@ def run_under_torchrun(script: Path, size: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank{rank}.txt" for rank in range(size)]
         processes = [
-            start_process(_run_script, script, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+            start_process(
+                _run_script, [str(script), *args], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output
+            )
             for rank, output in enumerate(outputs)
         ]
         for process in processes:
@@ -115,13 +117,12 @@ def run_under_torchrun(script: Path, size: int) -> str:
     return texts[0]
 
 
-def _run_script(script: Path, environment: dict[str, str], output: Path) -> None:
+def _run_script(argv: list[str], environment: dict[str, str], output: Path) -> None:
     os.environ.update(environment)
     with output.open("w", buffering=1) as stream:
-        sys.stdout = stream
-        sys.argv = [str(script)]
+        sys.stdout, sys.argv = stream, argv
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(argv[0], run_name="__main__")
         except BaseException:
             stream.write(traceback.format_exc())
             raise
