@@ -150,21 +150,23 @@ def small() -> Iterator[Server]:
 @pytest.mark.parametrize("sent", [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}])
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/cache", "/metrics"])
 def test_a_wrong_key_is_rejected(small: Server, path: str, sent: dict[str, str]) -> None:
-    answer = httpx.get(small.url + path, headers=sent)
+    answer = httpx.get(small.url + path, headers=sent, timeout=PATIENCE)
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(small.url + path, headers=AUTHORIZED).status_code == 200
+    assert httpx.get(small.url + path, headers=AUTHORIZED, timeout=PATIENCE).status_code == 200
 
 
 def test_health_and_the_page_need_no_key(small: Server) -> None:
-    assert [httpx.get(small.url + path).status_code for path in ("/health", "/ready", "/")] == [200, 200, 200]
+    for path in ("/health", "/ready", "/"):
+        assert httpx.get(small.url + path, timeout=PATIENCE).status_code == 200
 
 
 def test_pages_of_an_allowed_origin_may_use_the_server(small: Server) -> None:
     asks = {"origin": "https://pages.example", "access-control-request-method": "POST"}
-    allowed = httpx.options(f"{small.url}/v1/images/generations", headers=asks)
+    path = f"{small.url}/v1/images/generations"
+    allowed = httpx.options(path, headers=asks, timeout=PATIENCE)
     assert allowed.headers["access-control-allow-origin"] == "https://pages.example"
-    other = httpx.options(f"{small.url}/v1/images/generations", headers=asks | {"origin": "https://other.example"})
+    other = httpx.options(path, headers=asks | {"origin": "https://other.example"}, timeout=PATIENCE)
     assert "access-control-allow-origin" not in other.headers
 
 

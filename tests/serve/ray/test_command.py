@@ -40,7 +40,7 @@ def test_a_wrong_flag_is_one_clear_line(flags: list[str], said: str) -> None:
 def test_it_serves_until_sigterm_and_finishes_running_requests() -> None:
     flags = ("--ray", "--num-cpus", "0.5", "--num-gpus", "0", "--grace", "30")
     server = Server(*flags, environment=ENVIRONMENT).wait_until_ready()
-    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", timeout=PATIENCE).status_code == 401
     server.http.headers.update(AUTHORIZED)
     begun, lines = threading.Event(), list[str]()
 
