@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,17 +55,30 @@ NO_HINT = ContextHint()
 
 
 class InstanceMethod:
-    """A method overridden on one instance. A copy or a pickle of the instance gets its own plain method instead."""
+    """A method overridden on one instance; without a function, the plain method of a copy of such an instance.
 
-    def __init__(self, instance: Any, name: str, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._instance, self._name, self._function = instance, name, function
+    The instance is not kept alive. A deep copy or a pickle of it gets its own plain method in this place.
+    """
+
+    def __init__(self, instance: Any, name: str, function: Callable[..., Any] | None = None) -> None:
+        plain = getattr(type(instance), name, None)
+        functools.update_wrapper(self, function or plain or type(self).__call__)
+        if function is None and plain is not None:
+            self.__signature__ = inspect.signature(plain.__get__(instance))
+        self._instance, self._name, self.function = weakref.ref(instance), name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        if self.function is not None:
+            return self.function(*args, **kwargs)
+        instance = self._instance()
+        return getattr(type(instance), self._name)(instance, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
+        instance = self._instance()
+        return InstanceMethod(memo.get(id(instance), instance), self._name)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._instance, self._name, None)
+        return getattr, (self._instance(), self._name, None)
 
 
 class Overrides:
@@ -80,7 +95,7 @@ class Overrides:
     def set(self, instance: Any, name: str, value: Any) -> None:
         """Set one attribute of an instance; what it had is kept."""
         previous = vars(instance).get(name, _MISSING)
-        if isinstance(previous, InstanceMethod) or hasattr(previous, "holdover_engine"):
+        if getattr(previous, "function", None) is not None or hasattr(previous, "cached_transformer"):
             raise EnableError(
                 f"There already is a holdover cache here (on a {type(instance).__name__}): disable() it first."
             )
@@ -118,7 +133,9 @@ class Overrides:
 
 def find_engine(module: nn.Module) -> Engine | None:
     """The engine of the cache that is on a transformer, if there is one."""
-    return getattr(vars(module).get("_compiled_call_impl"), "holdover_engine", None)
+    reference = getattr(vars(module).get("_compiled_call_impl"), "cached_transformer", None)
+    cached: CachedTransformer | None = None if reference is None else reference()
+    return None if cached is None else cached.engine
 
 
 class CachedTransformer:
@@ -140,6 +157,7 @@ class CachedTransformer:
         self.hint = NO_HINT
         self.running: BlockPass | None = None
         self.groups = find_groups(module, None)
+        self.engine: Any = None  # while it is installed
         self.report: ReplayReport | None = None
         self.notes: set[str] = set()
         self._splits = SequenceSplits()
@@ -161,19 +179,23 @@ class CachedTransformer:
 
     def install(self, overrides: Overrides, engine: Engine) -> None:
         """Enter the transformer's calls and contexts; `overrides` takes everything off again."""
-        module, plain_call, plain_compile = self.module, self.module._call_impl, self.module.compile
-        always_compiled = self.compiled
+        module, plain_compile, always_compiled = self.module, self.module.compile, self.compiled
+        cached_transformer = weakref.ref(self)  # a copy of the module takes this function along
+        self.engine = engine
         self._compiled_call = vars(module).get("_compiled_call_impl")
 
         @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
         def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
             compiler: Any = set_eval_frame(None)  # Dynamo must not trace the engine
             try:
-                if vars(this).get("_compiled_call_impl") is not entry:  # a copy, or kept by a wrapper after disable()
-                    return _call_traced(this._call_impl, compiler)(*args, **kwargs)
-                self.compiled = compiler is not None or always_compiled or self._compiled_call is not None
-                plain = _call_traced(self._compiled_call or plain_call, compiler) if self.compiled else plain_call
-                return engine.forward(self, plain, args, kwargs)
+                cached = cached_transformer()
+                if cached is None or vars(this).get("_compiled_call_impl") != types.MethodType(call, cached.module):
+                    return _call_traced(this._call_impl, compiler)(*args, **kwargs)  # a copy, or after disable()
+                cached.compiled = compiler is not None or always_compiled or cached._compiled_call is not None
+                plain: Any = cached._compiled_call or this._call_impl
+                if cached.compiled:
+                    plain = _call_traced(plain, compiler)
+                return cached.engine.forward(cached, plain, args, kwargs)
             finally:
                 set_eval_frame(compiler)
 
@@ -183,7 +205,7 @@ class CachedTransformer:
             overrides.renew(module, "_compiled_call_impl")
 
         call.__name__ = "__call__"
-        call.holdover_engine = engine
+        call.cached_transformer = cached_transformer
         entry = types.MethodType(call, module)
         overrides.set(module, "_compiled_call_impl", entry)
         overrides.set(module, "__call__", entry)  # what `torch.compile(module)` wraps
