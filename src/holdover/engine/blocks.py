@@ -377,7 +377,7 @@ class BlockRunner:
             except DivergedError:
                 pass
             try:
-                return self._compute(call, self._trace(call, structure))
+                return self._follow(call, self._trace(call, structure), OTHER_PATH)
             except DivergedError:
                 raise UnsupportedModelError(
                     f"{self._transformer.class_name} calls other blocks each time it gets the same input, or keeps "
@@ -387,14 +387,14 @@ class BlockRunner:
             self._whole = OutputRunner(self._transformer)
             return self._whole.run(call)
 
-    def _follow(self, call: ForwardCall, path: CallPath) -> Outcome:
-        """Decide, then compute or hold along the traced stack."""
+    def _follow(self, call: ForwardCall, path: CallPath, decided: Decision | None = None) -> Outcome:
+        """Compute or hold along the traced stack, as the policy decides; computed if that is decided already."""
         transformer = self._transformer
         unread = NO_GROUPS if transformer.compiled else path.unread
         decisions: list[tuple[Decision, StackPass]] = []
 
         def choose(signal: torch.Tensor | None) -> StackPass:
-            decision = call.decide(signal)
+            decision = decided or call.decide(signal)
             pass_: StackPass
             if decision.compute:
                 pass_ = path.compute_passes.get((path.merged, unread)) or path.make_compute_pass(unread)
@@ -406,8 +406,9 @@ class BlockRunner:
             return pass_
 
         try:
-            first = choose(None) if call.signal is None else self._read_signal(call, path.stack, choose)
-            plain = call.plain if path.traceable else self._transformer.eager_call(call.plain)
+            at_once = call.signal is None or decided is not None
+            first = choose(None) if at_once else self._read_signal(call, path.stack, choose)
+            plain = call.plain if path.traceable else transformer.eager_call(call.plain)
             output = transformer.run(first, plain, call.args, call.kwargs)
             first.finish()
             decision, pass_ = decisions[-1]
@@ -459,18 +460,6 @@ class BlockRunner:
         begin = stack.head if call.signal is not None else 0
         path = self._transformer.paths[structure] = CallPath(stack, begin, call.state.passes, not pass_.class_tested)
         return path
-
-    def _compute(self, call: ForwardCall, path: CallPath) -> Outcome:
-        """Compute a forward that has left its path, along a new trace."""
-        pass_ = path.make_compute_pass(NO_GROUPS)
-        pass_.leaving = None if self._transformer.compiled else {}
-        try:
-            plain = call.plain if path.traceable else self._transformer.eager_call(call.plain)
-            output = self._transformer.run(pass_, plain, call.args, call.kwargs)
-            pass_.finish()
-            return Outcome(output, OTHER_PATH, self._keep(call, path, output, pass_))
-        finally:
-            pass_.reset()
 
     def _keep(self, call: ForwardCall, path: CallPath, output: Any, pass_: ComputePass) -> HeldTensors:
         """What a computed forward leaves to be held; on a new path, in the form in which it replays."""
