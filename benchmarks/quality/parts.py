@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdover.compare.generation import describe_environment
+from holdover.compare.runner import describe_environment
 from holdover.errors import ConfigError
 
 from . import rows, studies

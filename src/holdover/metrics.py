@@ -41,11 +41,6 @@ _WHITE = 254.5 / 255  # a pixel of at least this value is displayed as white
 _SSIM_SIGMA, _SSIM_C1, _SSIM_C2 = 1.5, 0.01**2, 0.03**2
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 
-MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-# Metrics.
-
 
 def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Peak signal-to-noise ratio in decibels, one value per image; infinite where the two are equal.
@@ -102,14 +97,14 @@ def lpips(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise HoldoverError(f"LPIPS is not available: {missing}.")
     from torchmetrics.functional.image import learned_perceptual_image_patch_similarity as distance
 
-    a, b = _check_pair(a, b)
-    single = (-1, 1, *a.shape[-3:])
-    pairs = zip(a.float().clamp(0, 1).reshape(single), b.float().clamp(0, 1).reshape(single), strict=True)
-    values = [distance(x, y, "alex", normalize=True) for x, y in pairs]
-    return torch.stack(values).reshape(a.shape[:-3])
+    a, b = (images.float().clamp(0, 1) for images in _check_pair(a, b))
+    pairs = zip(*(images.reshape(-1, 1, *a.shape[-3:]) for images in (a, b)), strict=True)
+    return torch.stack([distance(x, y, "alex", normalize=True) for x, y in pairs]).reshape(a.shape[:-3])
 
 
-def each(metric: MetricFunction, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def each(
+    metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     """One value per image of (N, C, H, W), or per video of (N, F, C, H, W).
 
     Metrics that are means over pixels take the pixels of all frames; of others the mean over the frames is taken.
@@ -154,14 +149,19 @@ def as_images(output: Any) -> torch.Tensor:
     PIL image, a list of them, or a list of such lists (one per video) is accepted too, but is rounded to 8 bits.
     """
     if isinstance(output, torch.Tensor):
-        return _check_range(_as_batch(output))
+        return _as_batch(output)
     if isinstance(output, np.ndarray):
-        return _check_range(_as_batch(torch.from_numpy(output), channels_last=True))
+        return _as_batch(torch.from_numpy(output), channels_last=True)
     if isinstance(output, Image.Image):
         array = np.asarray(output if output.mode in ("L", "RGB") else output.convert("RGB"))
         return (torch.from_numpy(array.copy()).float() / 255).reshape(1, *array.shape[:2], -1).movedim(-1, -3)
     if isinstance(output, Sequence) and not isinstance(output, str) and len(output):
-        return _check_range(torch.cat([_entry_as_batch(entry) for entry in output]))
+        entries = []
+        for entry in output:
+            images = as_images(entry)
+            is_video = isinstance(entry, (list, tuple)) or (images.ndim == 4 and len(images) > 1)
+            entries.append(images[None] if is_video else images)
+        return torch.cat(entries)
     raise ConfigError(f"Images are tensors, arrays or PIL images, not {type(output).__name__}.")
 
 
@@ -180,35 +180,25 @@ def latents_as_images(latents: torch.Tensor, low: float, high: float) -> torch.T
 
 
 def _as_batch(values: torch.Tensor, channels_last: bool = False) -> torch.Tensor:
-    """Float images in single precision or better, with a batch dimension and the channels before H and W."""
+    """Float images in single precision or better, with a batch dimension and the channels before H and W.
+
+    Refuses values that are no image in [0, 1]: pixels in [-1, 1] or [0, 255], or latents.
+    """
     if not values.is_floating_point():
         raise ConfigError(
             f"Images of {values.dtype} are rounded; request floats from the pipeline: output_type='pt' or 'np'."
         )
     if not 3 <= values.ndim <= 5:
         raise ConfigError(f"Images have 3 or 4 dimensions, videos 5; this has shape {tuple(values.shape)}.")
-    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
-    values = values.movedim(-1, -3) if channels_last else values
-    return values[None] if values.ndim == 3 else values
-
-
-def _entry_as_batch(entry: Any) -> torch.Tensor:
-    """One image or video of a list, as a batch of one."""
-    if isinstance(entry, (list, tuple)):
-        return torch.cat([as_images(frame) for frame in entry])[None]
-    images = as_images(entry)
-    return images if images.ndim == 5 or len(images) == 1 else images[None]
-
-
-def _check_range(images: torch.Tensor) -> torch.Tensor:
-    """Refuse values that are no image in [0, 1]: pixels in [-1, 1] or [0, 255], or latents."""
-    low, high = images.aminmax() if images.numel() else (torch.zeros(()), torch.zeros(()))
+    low, high = values.aminmax() if values.numel() else (torch.zeros(()), torch.zeros(()))
     if low < -1e-3 or high > 1 + 1e-3:
         raise ConfigError(
             f"Images are floats in [0, 1], but these range from {low:.3g} to {high:.3g}; "
             "for latents use latents_as_images."
         )
-    return images
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    values = values.movedim(-1, -3) if channels_last else values
+    return values[None] if values.ndim == 3 else values
 
 
 # Summaries.
@@ -226,13 +216,10 @@ class Metric:
 
 
 METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("psnr", "PSNR", "dB", True, 1),
-        Metric("ssim", "SSIM", "", True, 3),
-        Metric("nonwhite_error", "error, nonwhite pixels", "", False, 4),
-        Metric("lpips", "LPIPS", "", False, 4),
-    )
+    "psnr": Metric("psnr", "PSNR", "dB", True, 1),
+    "ssim": Metric("ssim", "SSIM", "", True, 3),
+    "nonwhite_error": Metric("nonwhite_error", "error, nonwhite pixels", "", False, 4),
+    "lpips": Metric("lpips", "LPIPS", "", False, 4),
 }
 
 
@@ -256,21 +243,16 @@ class Summary:
             raise ValueError("There is nothing to summarize.")
         if all(map(math.isinf, values)):
             return cls(values[0], values[0], values[0], len(values))
-        ordered = sorted((min(v, PSNR_CAP) for v in values), reverse=not higher_is_better)
-        position = 0.1 * (len(ordered) - 1)
-        below = math.floor(position)
-        above = min(below + 1, len(ordered) - 1)
-        p10 = ordered[below] + (position - below) * (ordered[above] - ordered[below])
-        return cls(math.fsum(ordered) / len(ordered), p10, ordered[0], len(ordered))
+        capped = np.minimum(values, PSNR_CAP)
+        worst, share = (capped.min(), 0.1) if higher_is_better else (capped.max(), 0.9)
+        return cls(float(capped.mean()), float(np.quantile(capped, share)), float(worst), len(values))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         values = {"mean": self.mean, "p10": self.p10, "worst": self.worst}
         return {name: finite_or_none(value) for name, value in values.items()} | {"count": self.count}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Back from JSON."""
         mean, p10, worst = (none_to_infinite(values[name]) for name in ("mean", "p10", "worst"))
         return cls(mean, p10, worst, int(values["count"]))
 

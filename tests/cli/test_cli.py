@@ -74,10 +74,10 @@ def test_info_says_what_a_bug_report_needs() -> None:
     assert found["device"]
 
 
-def test_info_shows_where_a_model_is_cut() -> None:
+def test_info_shows_the_blocks_of_a_model() -> None:
     out, _ = run("info", "--model", "emoji")
     assert "FluxTransformer2DModel replays" in out
-    assert "cut: transformer_blocks (2), single_transformer_blocks (8)" in out
+    assert "stack: transformer_blocks (2), single_transformer_blocks (8)" in out
 
 
 def test_version() -> None:

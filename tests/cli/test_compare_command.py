@@ -68,7 +68,7 @@ def test_flags_alone(tmp_path: Path) -> None:
         ("", "must have keys such as prompts"),
         ("promts: [dog]", "A comparison has no 'promts'. Did you mean 'prompts'?"),
         ("prompts: [dog]\nmethod: [tea_cache]", "Did you mean 'methods'?"),
-        ("prompts: [dog]\nsteps: 0", "steps must be greater than or equal to 1, not 0."),
+        ("prompts: [dog]\nsteps: 0", "steps must be a whole number of at least 1, not 0."),
         ("prompts: ['']", "The prompt is empty"),
         ("prompts: ['dog, glosy 3d style']", "Did you mean 'glossy 3d style'?"),
         ("prompts: [dog]\nmethods: [teacache]", "Did you mean 'tea_cache'?"),

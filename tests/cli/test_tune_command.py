@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import holdover
-from holdover.cli import app, planning
+from holdover.cli import app, generation
 from holdover.compare import Results
 from holdover.profiles import Profile
-from holdover.report.prediction import predict_psnr
+from holdover.report.plots import predict_psnr
 from tiny.prompted import prompted_flux
 
 FEW = ("--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=15")
@@ -63,7 +63,7 @@ def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
 ) -> None:
     """On a tiny pipeline instead of the emoji model, because there are forty candidates."""
     pipe, page = prompted_flux(), tmp_path / "tuned.html"
-    monkeypatch.setattr(planning, "load_pipeline", lambda name: pipe)
+    monkeypatch.setattr(generation, "load_pipeline", lambda name: pipe)
     holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
         tmp_path / "p.safetensors"
     )

@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from holdover.cli.app import app
 from typer.testing import CliRunner
 
 import holdover
+from holdover.cli import app
 from holdover.engine.verify import ReplayReport
 from holdover.support import support_of, supported
 from models.support_table import (

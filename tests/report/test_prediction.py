@@ -17,8 +17,7 @@ from holdover.plan import TuningResult
 from holdover.plan.planner import search_profile
 from holdover.profiles import Profile, measured
 from holdover.report import Prediction, write_report
-from holdover.report.plots import Curve, measure_curves, plot_prediction
-from holdover.report.prediction import predict_psnr
+from holdover.report.plots import measure_curves, plot_prediction, predict_psnr
 from tiny.prompted import prompted_flux
 
 STEPS, TARGET = 8, "psnr>=45"
@@ -109,7 +108,7 @@ def test_trials_have_what_was_expected_and_what_was_measured(found: TuningResult
 
 
 def test_other_methods_and_both_baselines_are_measured_curves(results: Results) -> None:
-    lines = {line.series: line for line in measure_curves(results)}
+    lines = measure_curves(results)
     assert set(lines) == {"plan", "theirs", "none", "fewer_steps", "second_order"}
     for series, labels in {
         "plan": "plan {}",
@@ -117,20 +116,20 @@ def test_other_methods_and_both_baselines_are_measured_curves(results: Results) 
         "second_order": "{} steps, second order",
     }.items():
         kept = tuple((k, results.row(labels.format(k)).summary("psnr").p10) for k in (2, 4))
-        assert lines[series].points == kept
+        assert lines[series] == kept
 
 
 def test_equal_images_are_above_all_others(results: Results) -> None:
-    lines = {line.series: line for line in measure_curves(results)}
-    finite = [height for name, line in lines.items() if name != "none" for _, height in line.points]
-    assert lines["none"].points == ((STEPS, max(finite) + 5),)
+    lines = measure_curves(results)
+    finite = [height for name, line in lines.items() if name != "none" for _, height in line]
+    assert lines["none"] == ((STEPS, max(finite) + 5),)
 
 
 def test_of_two_settings_with_as_many_steps_the_better_one_counts(results: Results) -> None:
     plan, other = results.row("plan 4"), results.row("4 steps")
     row = replace(other, candidate=plan.candidate | {"label": "again"}, computed=plan.computed, held=plan.held, steps=8)
-    (line,) = measure_curves(replace(results, rows=(plan, row)))
-    assert line == Curve("plan", ((4, max(plan.summary("psnr").p10, other.summary("psnr").p10)),))
+    lines = measure_curves(replace(results, rows=(plan, row)))
+    assert lines == {"plan": ((4, max(plan.summary("psnr").p10, other.summary("psnr").p10)),)}
 
 
 def test_both_panels_have_the_prediction_at_every_budget(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import generation, planning, serving  # noqa: F401  their commands register themselves with the application
+from . import generation, serving  # noqa: F401  their commands register themselves with the application
 from .application import app
 
 

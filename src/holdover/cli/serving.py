@@ -21,8 +21,15 @@ _SERVER_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 def serve(ray: bool = False, **flags: Any) -> None:
     """Check the flags before anything is loaded, then serve until stopped."""
     with one_line_errors():
-        settings = RaySettings(**flags) if ray else _single_process_settings(flags)
-        _check_installed(ray)
+        for field in RaySettings.settings() if not ray else ():
+            if field.name not in Settings.field_names() and flags.pop(field.name) != field.default:
+                raise ConfigError(f"--{field.name.replace('_', '-')} is for many replicas: say --ray as well.")
+        settings = RaySettings(**flags) if ray else Settings(**flags)
+        needed = (*_SERVER_PACKAGES, "ray") if ray else _SERVER_PACKAGES
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
+        if missing:
+            extra = "ray" if ray else "server"
+            raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[{extra}]'.")
         settings.check_cache()
     try:
         if isinstance(settings, RaySettings):
@@ -37,19 +44,8 @@ def serve(ray: bool = False, **flags: Any) -> None:
         fail(str(error), 1)
 
 
-def _single_process_settings(flags: dict[str, Any]) -> Settings:
-    """The settings of a server in one process; flags that are only for Ray are refused."""
-    for field in RaySettings.settings():
-        if field.name not in Settings.field_names() and flags.pop(field.name) != field.default:
-            raise ConfigError(f"--{field.name.replace('_', '-')} is for many replicas: say --ray as well.")
-    return Settings(**flags)
-
-
-def _check_installed(ray: bool) -> None:
-    needed, extra = ((*_SERVER_PACKAGES, "ray"), "ray") if ray else (_SERVER_PACKAGES, "server")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[{extra}]'.")
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _make_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -61,21 +57,11 @@ def _make_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
     if isinstance(default, tuple):
         default, hint = list(default), list[str]
     option = typer.Argument(help=text) if field.name == "model" else typer.Option(help=text)
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[hint, option],
-    )
+    return _keyword(field.name, default, Annotated[hint, option])
 
 
 _HINTS = typing.get_type_hints(RaySettings)
-_RAY = inspect.Parameter(
-    "ray",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--ray", help="Serve with many replicas, on Ray.")],
-)
+_RAY = _keyword("ray", False, Annotated[bool, typer.Option("--ray", help="Serve with many replicas, on Ray.")])
 _PARAMETERS = [*(_make_parameter(field, _HINTS[field.name]) for field in RaySettings.settings()), _RAY]
 
 serve.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,34 +36,21 @@ class SecondOrderScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[mis
     only the update differs, which uses two velocities.
     """
 
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        sigmas: Sequence[float] | None = None,
-        mu: float | None = None,
-        timesteps: Sequence[float] | None = None,
-    ) -> None:
-        """Set the timesteps of the first-order scheduler, for the solver too."""
-        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-        solver = DPMSolverMultistepScheduler(
+    @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+        super().set_timesteps(*args, **kwargs)
+        self._solver = DPMSolverMultistepScheduler(
             solver_order=2,
             use_flow_sigmas=True,
             prediction_type="flow_prediction",
             num_train_timesteps=self.config.num_train_timesteps,
         )
-        solver.set_timesteps(len(self.timesteps), device=device)
-        solver.sigmas, solver.timesteps = self.sigmas, self.timesteps
-        solver.set_begin_index(0)
-        self._solver = solver
+        self._solver.set_timesteps(len(self.timesteps))
+        self._solver.sigmas, self._solver.timesteps = self.sigmas, self.timesteps
+        self._solver.set_begin_index(0)
 
     def step(
-        self,
-        model_output: torch.Tensor,
-        timestep: Any,
-        sample: torch.Tensor,
-        generator: torch.Generator | None = None,
-        return_dict: bool = True,
+        self, model_output: Any, timestep: Any, sample: Any, generator: Any = None, return_dict: bool = True
     ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[torch.Tensor]:
         """One step of the solver, in single precision."""
         result = self._solver.step(model_output.float(), timestep, sample.float(), return_dict=False)[0]
@@ -92,25 +80,20 @@ def diffusers_cache(label: str, config: Callable[[], Any], series: str = "") -> 
 
     @contextmanager
     def context(pipe: Any) -> Iterator[Callable[[], Strips] | None]:
-        transformers = list(find_transformers(pipe).values())
+        transformers: list[Any] = list(find_transformers(pipe).values())
         with ExitStack() as stack:
             for transformer in transformers:
-                stack.enter_context(_enable_diffusers_cache(transformer, config()))
+                if not hasattr(transformer, "enable_cache"):
+                    raise ConfigError(f"diffusers has no caches for {type(transformer).__name__}.")
+                chosen = config()
+                stack.callback(transformer.disable_cache)
+                try:
+                    transformer.enable_cache(chosen)
+                finally:
+                    transformer._cache_config = chosen  # so that a cache that failed halfway is removed, too
             yield stack.enter_context(_record_strips(pipe, transformers))
 
     return Custom(label, context, series)
-
-
-@contextmanager
-def _enable_diffusers_cache(transformer: Any, config: Any) -> Iterator[None]:
-    if not hasattr(transformer, "enable_cache"):
-        raise ConfigError(f"diffusers has no caches for {type(transformer).__name__}.")
-    try:
-        transformer.enable_cache(config)
-        yield
-    finally:
-        transformer._cache_config = config  # so that the hooks of a cache that failed halfway are removed, too
-        transformer.disable_cache()
 
 
 @contextmanager
@@ -163,26 +146,32 @@ def build_frontier_comparison(
     profile: Profile, path: Path | str, prompts: Sequence[str], batch_size: int = 1
 ) -> Comparison:
     """The comparison of a profile's plans with all other methods; `path` is the file of the profile."""
-    steps, file = len(profile.facts.noise), str(path)
+    steps, facts = len(profile.facts.noise), profile.facts
     budgets = frontier_budgets(steps)
-    candidates: list[Candidate] = [
-        MethodCandidate("plan", (("budget", budget), ("guard", False), ("profile", file)), f"plan {budget}", "plan")
-        for budget in budgets
-    ]
-    candidates += _holdover_methods(file, steps)
+    candidates: list[Candidate] = []
+
+    def add(name: str, series: str, label: str, **settings: Any) -> None:
+        candidates.append(MethodCandidate(name, tuple(settings.items()), f"{series} {label}", series))
+
+    for budget in budgets:
+        add("plan", "plan", f"{budget}", budget=budget, guard=False, profile=str(path))
+    for threshold in _scale(_TEA_CACHE, steps):
+        add("tea_cache", "tea_cache", f"{threshold:g}", rel_l1_thresh=threshold, profile=str(path))
+    for threshold, hold, retention in _mag_cache_settings(steps):
+        mag: dict[str, Any] = {"mag_threshold": threshold, "mag_max_skip_steps": hold, "mag_retention_ratio": retention}
+        add("mag_cache", "mag_cache", f"{threshold:g} / {hold} / {retention:g}", **mag, profile=str(path))
+    for taylor in (False, True):
+        series = f"cache_dit DBCache{' + TaylorSeer' if taylor else ''}"
+        rules: Any = {"max_warmup_steps": 1, "max_continuous_cached_steps": -1, "enable_taylorseer": taylor}
+        for threshold in _scale(_FIRST_BLOCK, steps):
+            add("cache_dit", series, f"{threshold:g}", residual_diff_threshold=threshold, **rules)
     candidates += _diffusers_caches(profile)
     for budget in budgets:
-        settings = {"schedule": uniform(steps, budget), "predictor": "hold", "guard": False}
-        candidates.append(MethodCandidate("plan", tuple(settings.items()), f"hold, uniform {budget}", "hold, uniform"))
+        schedule = uniform(steps, budget)
+        add("plan", "hold, uniform", f"{budget}", schedule=schedule, predictor="hold", guard=False)
     candidates += [FewerSteps(budget, order) for order in (False, True) for budget in budgets]
-    return Comparison(
-        tuple(prompts),
-        tuple(candidates),
-        steps=steps,
-        guidance=profile.facts.guidance,
-        batch_size=batch_size,
-        baselines=False,
-    )
+    options: dict[str, Any] = {"steps": steps, "guidance": facts.guidance, "batch_size": batch_size}
+    return Comparison(tuple(prompts), tuple(candidates), **options, baselines=False)
 
 
 def frontier_budgets(steps: int) -> list[int]:
@@ -190,64 +179,30 @@ def frontier_budgets(steps: int) -> list[int]:
     return sorted({max(2, int(steps / factor)) for factor in SPEED_UPS})
 
 
-def _holdover_methods(file: str, steps: int) -> list[MethodCandidate]:
-    """TeaCache and MagCache with the constants of the profile, and DBCache with and without TaylorSeer."""
-    constants = ("profile", file)
-    candidates = [
-        MethodCandidate("tea_cache", (("rel_l1_thresh", threshold), constants), f"tea_cache {threshold:g}")
-        for threshold in _scale(_TEA_CACHE, steps)
-    ]
-    names = ("mag_threshold", "mag_max_skip_steps", "mag_retention_ratio")
-    for values in _mag_cache_settings(steps):
-        settings = (*zip(names, values, strict=True), constants)
-        candidates.append(MethodCandidate("mag_cache", settings, f"mag_cache {_join(values)}"))
-    for taylor in (False, True):
-        series = f"cache_dit DBCache{' + TaylorSeer' if taylor else ''}"
-        for threshold in _scale(_FIRST_BLOCK, steps):
-            db_cache: dict[str, Any] = {
-                "residual_diff_threshold": threshold,
-                "max_warmup_steps": 1,
-                "max_continuous_cached_steps": -1,
-                "enable_taylorseer": taylor,
-            }
-            candidates.append(MethodCandidate("cache_dit", tuple(db_cache.items()), f"{series} {threshold:g}", series))
-    return candidates
-
-
 def _diffusers_caches(profile: Profile) -> list[Custom]:
     """First-block caching, TaylorSeer in single precision, and MagCache with the ratios of the profile."""
     steps, candidates = len(profile.facts.noise), []
 
-    def add(series: str, values: tuple[float, ...], config: type[Any], **settings: Any) -> None:
-        candidates.append(diffusers_cache(f"{series} {_join(values)}", lambda: config(**settings), series))
+    def add(series: str, label: str, config: type[Any], **settings: Any) -> None:
+        candidates.append(diffusers_cache(f"{series} {label}", lambda: config(**settings), series))
 
     for threshold in _scale(_FIRST_BLOCK, steps):
-        add("diffusers first-block", (threshold,), FirstBlockCacheConfig, threshold=threshold)
+        add("diffusers first-block", f"{threshold:g}", FirstBlockCacheConfig, threshold=threshold)
     for interval, start in dict.fromkeys((interval, max(2, round(part * steps))) for interval, part in _TAYLOR_SEER):
-        taylor = {"cache_interval": interval, "disable_cache_before_step": start}
-        add(
-            "diffusers TaylorSeer",
-            (interval, start),
-            TaylorSeerCacheConfig,
-            taylor_factors_dtype=torch.float32,
-            **taylor,
-        )
-    for values in _mag_cache_settings(steps) if profile.facts.mag_cache else ():
-        (_, constants), names = profile.facts.mag_cache[0], ("threshold", "max_skip_steps", "retention_ratio")
-        mag: dict[str, Any] = {"num_inference_steps": steps, "mag_ratios": list(constants.ratios("cond"))}
-        add("diffusers MagCache", values, MagCacheConfig, **mag, **dict(zip(names, values, strict=True)))
+        taylor: dict[str, Any] = {"cache_interval": interval, "disable_cache_before_step": start}
+        taylor["taylor_factors_dtype"] = torch.float32
+        add("diffusers TaylorSeer", f"{interval} / {start}", TaylorSeerCacheConfig, **taylor)
+    for threshold, hold, retention in _mag_cache_settings(steps) if profile.facts.mag_cache else ():
+        mag: dict[str, Any] = {"threshold": threshold, "max_skip_steps": hold, "retention_ratio": retention}
+        mag |= {"num_inference_steps": steps, "mag_ratios": list(profile.facts.mag_cache[0][1].ratios("cond"))}
+        add("diffusers MagCache", f"{threshold:g} / {hold} / {retention:g}", MagCacheConfig, **mag)
     return candidates
 
 
 def _mag_cache_settings(steps: int) -> list[tuple[float, int, float]]:
     """Threshold, longest hold and retention, for MagCache of either library."""
-    thresholds = _scale([threshold for threshold, _, _ in _MAG_CACHE], steps)
-    return [(scaled, hold, retention) for scaled, (_, hold, retention) in zip(thresholds, _MAG_CACHE, strict=True)]
+    return [(_scale([threshold], steps)[0], hold, retention) for threshold, hold, retention in _MAG_CACHE]
 
 
 def _scale(thresholds: Sequence[float], steps: int) -> list[float]:
     return [float(f"{threshold * _THRESHOLD_STEPS / steps:.3g}") for threshold in thresholds]
-
-
-def _join(values: tuple[float, ...]) -> str:
-    return " / ".join(f"{value:g}" for value in values)

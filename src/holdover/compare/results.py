@@ -21,8 +21,7 @@ from ..errors import ConfigError, HoldoverError
 from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
 
 FORMAT = 2
-DIFFERENCE_GAIN = 4.0
-"""A difference image is opaque where two images differ by a quarter of the range."""
+_DIFFERENCE_GAIN = 4.0  # a difference image is opaque where two images differ by a quarter of the range
 _DIFFERENCE_COLOR = (214, 40, 120)
 
 MetricValue = Annotated[float, BeforeValidator(none_to_infinite)]
@@ -52,7 +51,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name of the candidate in tables."""
         return str(self.candidate["label"])
 
     @property
@@ -62,7 +60,6 @@ class Row:
 
     @property
     def mean_seconds(self) -> float:
-        """Mean seconds per image."""
         return statistics.fmean(self.seconds)
 
     @property
@@ -97,7 +94,6 @@ class Results:
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def row(self, label: str) -> Row:
-        """The row of a candidate."""
         return next(row for row in self.rows if row.label == label)
 
     def speedup(self, row: Row) -> float:
@@ -105,17 +101,8 @@ class Results:
         return self.reference.mean_seconds / row.mean_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         rows = [row.as_dict() | {"speedup": self.speedup(row) if row.seconds else None} for row in self.rows]
-        return {
-            "format": FORMAT,
-            "date": self.date,
-            "environment": self.environment,
-            "settings": self.settings,
-            "unavailable": self.unavailable,
-            "reference": self.reference.as_dict(),
-            "rows": rows,
-        }
+        return {"format": FORMAT} | vars(self) | {"reference": self.reference.as_dict(), "rows": rows}
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Self:
@@ -145,20 +132,19 @@ class Results:
 
     def __str__(self) -> str:
         width = max(len(row.label) for row in (self.reference, *self.rows))
-        head = f"{'':<{width}}  computed   s/image  speed  PSNR mean    p10  worst   SSIM"
-        return "\n".join([head, *(self._line(row, width) for row in (self.reference, *self.rows))])
-
-    def _line(self, row: Row, width: int) -> str:
-        if row.error is not None:
-            return f"{row.label:<{width}}  failed: {row.error}"
-        steps = "?" if row.computed_steps is None else f"{row.computed_steps:.3g}"
-        line = f"{row.label:<{width}}  {steps:>4} of {row.steps:<2} {row.mean_seconds:8.2f} {self.speedup(row):5.2f}x"
-        if row.kind == "reference":
-            return line
-        psnr = row.summary("psnr")
-        mean, p10, worst = ("equal" if math.isinf(v) else f"{v:.1f}" for v in (psnr.mean, psnr.p10, psnr.worst))
-        ssim = f"{row.summary('ssim').mean:7.4f}" if "ssim" in row.values else ""
-        return f"{line}  {mean:>9} {p10:>6} {worst:>6} {ssim}"
+        lines = [f"{'':<{width}}  computed   s/image  speed  PSNR mean    p10  worst   SSIM"]
+        for row in (self.reference, *self.rows):
+            lines.append(f"{row.label:<{width}}  ")
+            if row.error is not None:
+                lines[-1] += f"failed: {row.error}"
+                continue
+            steps = "?" if row.computed_steps is None else f"{row.computed_steps:.3g}"
+            lines[-1] += f"{steps:>4} of {row.steps:<2} {row.mean_seconds:8.2f} {self.speedup(row):5.2f}x"
+            if row.values:
+                psnr, ssim = row.summary("psnr"), f"{row.summary('ssim').mean:7.4f}" if "ssim" in row.values else ""
+                mean, p10, worst = ("equal" if math.isinf(v) else f"{v:.1f}" for v in (psnr.mean, psnr.p10, psnr.worst))
+                lines[-1] += f"  {mean:>9} {p10:>6} {worst:>6} {ssim}"
+        return "\n".join(lines)
 
 
 class Folder:
@@ -206,7 +192,7 @@ class Folder:
         self, candidate: dict[str, Any], images: torch.Tensor, reference: torch.Tensor
     ) -> tuple[str, ...]:
         """Write the difference of each image to the reference: one color, opaque where they differ most."""
-        alpha = ((images - reference).abs().mean(-3, keepdim=True) * DIFFERENCE_GAIN).clamp(0, 1)
+        alpha = ((images - reference).abs().mean(-3, keepdim=True) * _DIFFERENCE_GAIN).clamp(0, 1)
         color = torch.tensor(_DIFFERENCE_COLOR).view(3, 1, 1) / 255
         plane = color.expand(*alpha.shape[:-3], 3, *alpha.shape[-2:])
         return self.save_images(candidate, torch.cat([plane, alpha], dim=-3), "-difference")

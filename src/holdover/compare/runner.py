@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,13 +18,14 @@ import torch
 from ..api import enable
 from ..base import CacheBackend
 from ..engine.backend import find_cache
-from ..errors import ConfigError, HoldoverError
+from ..errors import ConfigError, HoldoverError, did_you_mean
 from ..metrics import SSIM_WINDOW, as_images, each, latents_as_images, lpips, lpips_missing, nonwhite_error, psnr, ssim
+from ..plan.calls import keywords_of
 from .baselines import to_second_order
-from .generation import check_arguments, check_clock, describe_environment, generate_images, warm_up
 from .results import Folder, Results, Row
 from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips, StripSource
 
+_PACKAGES = ("holdover", "torch", "diffusers", "transformers", "cache-dit")
 UNCACHED: dict[str, Any] = {"kind": "reference", "label": "uncached"}
 
 
@@ -39,10 +43,7 @@ class ProgressCallback:
 
 
 def compare(
-    pipe: Any,
-    spec: Comparison,
-    folder: Folder | Path | str | None = None,
-    callback: ProgressCallback | None = None,
+    pipe: Any, spec: Comparison, folder: Folder | Path | str | None = None, callback: ProgressCallback | None = None
 ) -> Results:
     """Generate and measure everything; with a folder, rows of an earlier run of the same comparison are reused.
 
@@ -51,8 +52,7 @@ def compare(
     """
     if find_cache(pipe) is not None:
         raise ConfigError("There is a cache on this pipeline; disable it before comparing.")
-    check_arguments(pipe, spec)
-    check_clock(pipe, spec)
+    check_pipeline(pipe, spec)
     if isinstance(folder, (Path, str)):
         folder = Folder(folder)
     if folder is not None:
@@ -86,11 +86,8 @@ class ReferenceMetrics:
         """One value per image or video, by metric."""
         pairs = [(a.to(self.device), b.to(self.device)) for a, b in zip(self.reference, images, strict=True)]
         metrics = {"psnr": psnr, "ssim": ssim, "nonwhite_error": nonwhite_error, "lpips": lpips}
-        return {
-            name: tuple(float(each(metric, a[None], b[None])) for a, b in pairs)
-            for name, metric in metrics.items()
-            if name not in self.unavailable
-        }
+        found = {name: metric for name, metric in metrics.items() if name not in self.unavailable}
+        return {name: tuple(float(each(metric, a[None], b[None])) for a, b in pairs) for name, metric in found.items()}
 
 
 @dataclass
@@ -124,17 +121,25 @@ class _Run:
         self.pipe, self.spec, self.folder, self.callback = pipe, spec, folder, callback
         self.environment = describe_environment(pipe)
         self.earlier = folder.load() if folder else None
-        if self.earlier is not None:
-            _check_equal("settings", self.earlier.settings, spec.settings())
-            _check_equal("environment", self.earlier.environment, self.environment)
+        if self.earlier is None:
+            return
+        for what, here in (("settings", spec.settings()), ("environment", self.environment)):
+            there = getattr(self.earlier, what)
+            different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+            if different:  # rows of two comparisons in one table would not be comparable
+                text = ", ".join(f"{key} {there.get(key)!r} there and {here.get(key)!r} here" for key in different)
+                raise ConfigError(f"The results in this folder have different {what}: {text}. Use another folder.")
 
     def run(self) -> Results:
-        """All rows, saved after each."""
+        """All rows, saved after each: candidates, and fewer steps at every number of steps that one computed."""
         metrics, results = self._start()
         for candidate in self.spec.candidates:
             results = self._add_row(results, candidate, metrics)
-        for baseline in choose_baselines(results) if self.spec.baselines else ():
-            if baseline not in self.spec.candidates:
+        cached = [row for row in results.rows if row.kind in ("method", "custom") and row.error is None]
+        counts = {max(1, round(row.computed_steps)) for row in cached if row.computed_steps is not None}
+        baselines = [FewerSteps(count, order) for count in sorted(counts) for order in (False, True)]
+        for baseline in baselines if self.spec.baselines else ():
+            if baseline.steps < self.spec.steps and baseline not in self.spec.candidates:
                 results = self._add_row(results, baseline, metrics)
         self.earlier = None
         self._save(results)
@@ -147,7 +152,10 @@ class _Run:
             row = self.earlier.reference
         else:
             self.earlier = None
-            output, row = self._generate_reference()
+            output, seconds, _ = self._generate(None, self.spec.steps)
+            row = Row(UNCACHED, seconds, self.spec.steps)
+            if self.folder:
+                self.folder.save_reference(output)
         metrics = ReferenceMetrics(output, self.spec.output, torch.device(self.pipe.device))
         if self.folder and not row.images and not metrics.latent:
             row = replace(row, images=self.folder.save_images(UNCACHED, metrics.reference))
@@ -156,17 +164,6 @@ class _Run:
         self._save(results)
         self.callback.on_finish(row, results)
         return metrics, results
-
-    def _generate_reference(self) -> tuple[torch.Tensor, Row]:
-        spec, total = self.spec, len(self.spec.images)
-        self.callback.on_start("uncached", spec.steps)
-        warm_up(self.pipe, spec, spec.steps)
-        timed = generate_images(
-            self.pipe, spec, spec.steps, lambda done: self.callback.on_batch("uncached", done, total)
-        )
-        if self.folder:
-            self.folder.save_reference(timed.output)
-        return timed.output, Row(UNCACHED, timed.seconds, spec.steps)
 
     def _add_row(self, results: Results, candidate: Candidate, metrics: ReferenceMetrics) -> Results:
         """The results with the row of a candidate; an earlier row is reused unless it failed."""
@@ -187,22 +184,15 @@ class _Run:
     def _measure(self, candidate: Candidate, metrics: ReferenceMetrics) -> Row:
         """Generate all images of a candidate and compare them with the reference."""
         steps = candidate.steps if isinstance(candidate, FewerSteps) else self.spec.steps
-        label, total, decisions = candidate.label, len(self.spec.images), _Decisions()
-        self.callback.on_start(label, steps)
-        with apply_candidate(self.pipe, candidate) as source:
-
-            def after_batch(done: int) -> None:
-                decisions.record(source)
-                self.callback.on_batch(label, done, total)
-
-            warm_up(self.pipe, self.spec, steps, whole=isinstance(candidate, Custom))
-            if self.spec.warmup and callable(source):
-                source()  # discard the forwards of the warm-up
-            timed = generate_images(self.pipe, self.spec, steps, after_batch)
-        images = metrics.to_images(timed.output)
-        row = Row(
-            candidate.as_dict(),
-            timed.seconds,
+        output, seconds, decisions = self._generate(candidate, steps)
+        images, entry = metrics.to_images(output), candidate.as_dict()
+        saved: dict[str, Any] = {}
+        if self.folder is not None and not metrics.latent:
+            saved["images"] = self.folder.save_images(entry, images)
+            saved["differences"] = self.folder.save_differences(entry, images, metrics.reference)
+        return Row(
+            entry,
+            seconds,
             steps,
             decisions.mean_count("C"),
             decisions.mean_count("h"),
@@ -210,14 +200,23 @@ class _Run:
             decisions.bytes_held,
             metrics.measure(images),
             notes=decisions.notes,
+            **saved,
         )
-        if self.folder is None or metrics.latent:
-            return row
-        return replace(
-            row,
-            images=self.folder.save_images(row.candidate, images),
-            differences=self.folder.save_differences(row.candidate, images, metrics.reference),
-        )
+
+    def _generate(self, candidate: Candidate | None, steps: int) -> tuple[torch.Tensor, tuple[float, ...], _Decisions]:
+        """All images with a candidate or uncached, the seconds that each took, and what was computed and held."""
+        label, decisions = candidate.label if candidate else "uncached", _Decisions()
+        self.callback.on_start(label, steps)
+        with apply_candidate(self.pipe, candidate) as source:
+
+            def after_batch(done: int) -> None:
+                decisions.record(source)
+                self.callback.on_batch(label, done, len(self.spec.images))
+
+            warm_up(self.pipe, self.spec, steps, whole=isinstance(candidate, Custom))
+            if self.spec.warmup and callable(source):
+                source()  # discard the forwards of the warm-up
+            return *generate_images(self.pipe, self.spec, steps, after_batch), decisions
 
     def _save(self, results: Results) -> None:
         """Save the rows so far, followed by the earlier rows that may still be reused."""
@@ -228,36 +227,133 @@ class _Run:
         replace(results, rows=(*results.rows, *rest)).save(self.folder.results)
 
 
-def choose_baselines(results: Results) -> list[FewerSteps]:
-    """Fewer steps with both solvers, at every number of steps that a candidate computed."""
-    full = int(results.settings["steps"])
-    cached = [row for row in results.rows if row.kind in ("method", "custom") and row.error is None]
-    counts = {max(1, round(row.computed_steps)) for row in cached if row.computed_steps is not None}
-    return [FewerSteps(count, order) for count in sorted(counts) if count < full for order in (False, True)]
-
-
-def apply_candidate(pipe: Any, candidate: Candidate) -> AbstractContextManager[StripSource]:
-    """A context manager in which the pipeline runs with the candidate."""
-    if isinstance(candidate, MethodCandidate):
-        return enable(pipe, candidate.name, **dict(candidate.settings))
-    if isinstance(candidate, Custom):
-        return candidate.context(pipe)
-    return _use_second_order(pipe) if candidate.second_order else nullcontext()
-
-
 @contextmanager
-def _use_second_order(pipe: Any) -> Iterator[None]:
-    original = pipe.scheduler
-    pipe.scheduler = to_second_order(original)
-    try:
-        yield
-    finally:
-        pipe.scheduler = original
+def apply_candidate(pipe: Any, candidate: Candidate | None) -> Iterator[StripSource]:
+    """The pipeline runs with the candidate, or uncached."""
+    if isinstance(candidate, MethodCandidate):
+        with enable(pipe, candidate.name, **dict(candidate.settings)) as cache:
+            yield cache
+    elif isinstance(candidate, Custom):
+        with candidate.context(pipe) as source:
+            yield source
+    elif candidate is not None and candidate.second_order:
+        original = pipe.scheduler
+        pipe.scheduler = to_second_order(original)
+        try:
+            yield None
+        finally:
+            pipe.scheduler = original
+    else:
+        yield None
 
 
-def _check_equal(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse to mix rows of two comparisons in one table; the message names the differences."""
-    different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    if different:
-        text = ", ".join(f"{key} {there.get(key)!r} there and {here.get(key)!r} here" for key in different)
-        raise ConfigError(f"The results in this folder have different {what}: {text}. Use another folder.")
+# Generate and time all images with a pipeline as it is, and describe what it ran on.
+
+
+def generate_images(
+    pipe: Any, spec: Comparison, steps: int, after_batch: Callable[[int], None] = lambda done: None
+) -> tuple[torch.Tensor, tuple[float, ...]]:
+    """Generate every prompt with every seed: all images on the CPU, and the seconds that each took.
+
+    The noise of an image depends on its seed, not on its batch. `after_batch` gets the number of images so far.
+    """
+    outputs, seconds = [], []
+    clock = time.process_time if spec.clock == "cpu" else time.perf_counter
+    for start in range(0, len(spec.images), spec.batch_size):
+        images = spec.images[start : start + spec.batch_size]
+        _synchronize()
+        begin = clock()
+        output = _generate_batch(pipe, spec, steps, images)
+        _synchronize()
+        seconds += [(clock() - begin) / len(images)] * len(images)
+        outputs.append(output.cpu())
+        after_batch(start + len(images))
+    return torch.cat(outputs), tuple(seconds)
+
+
+def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> None:
+    """Run the first `spec.warmup` steps of the first batch, at the timesteps of a full generation; or all of them.
+
+    Caches that count their own steps need a `whole` generation, and some pipelines cannot be stopped earlier.
+    """
+    if not spec.warmup:
+        return
+
+    class WarmupDone(Exception):  # noqa: N818
+        """Stops the generation."""
+
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step + 1 >= spec.warmup:
+            raise WarmupDone
+        return tensors
+
+    whole = whole or spec.warmup >= steps or "callback_on_step_end" not in keywords_of(pipe)[0]
+    with suppress(WarmupDone):
+        more = {} if whole else {"callback_on_step_end": stop}
+        _generate_batch(pipe, spec, steps, spec.images[: spec.batch_size], **more)
+
+
+def check_pipeline(pipe: Any, spec: Comparison) -> None:
+    """Refuse arguments that the pipeline does not have, and CPU time where it is not the time of the generation."""
+    known, takes_others = keywords_of(pipe)
+    guidance = [] if spec.guidance is None else ["guidance_scale"]
+    for name in ("prompt", "generator", "num_inference_steps", "output_type", *dict(spec.arguments), *guidance):
+        if name not in known and not takes_others:
+            raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
+    if spec.clock == "cpu" and (torch.device(pipe.device).type != "cpu" or torch.get_num_threads() > 1):
+        raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
+
+
+def describe_environment(pipe: Any) -> dict[str, Any]:
+    """The model, the device and the versions, as plain JSON values: rows of one table share them."""
+    name = str(pipe.config.get("_name_or_path") or "")
+    if Path(name).name == "weights":
+        name = Path(name).parent.name
+    elif Path(name).is_dir():
+        name = Path(name).name
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "pipeline": type(pipe).__name__,
+        "transformer": type(pipe.components.get("transformer")).__name__,
+        "model": name,
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "device": _describe_device(torch.device(pipe.device)),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _describe_device(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU with the number of threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    info, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _synchronize() -> None:
+    """Wait for the accelerator, if there is one, so that its work is timed, including that of an offloaded model."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _generate_batch(
+    pipe: Any, spec: Comparison, steps: int, images: tuple[tuple[str, int], ...], **more: Any
+) -> torch.Tensor:
+    arguments = more | dict(spec.arguments) | ({} if spec.guidance is None else {"guidance_scale": spec.guidance})
+    output = pipe(
+        prompt=[prompt for prompt, _ in images],
+        generator=[torch.Generator().manual_seed(seed) for _, seed in images],
+        num_inference_steps=steps,
+        output_type=spec.output,
+        return_dict=False,
+        **arguments,
+    )[0]
+    return output if isinstance(output, torch.Tensor) else torch.stack(list(output))

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
-
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from ..base import CacheBackend
-from ..config import Config
 from ..errors import ConfigError, did_you_mean
 from ..selector import own_config
 
 Strips = Mapping[str, str]
 """By branch, one letter per forward of a generation: `C` computed, `h` held."""
 StripSource = CacheBackend | Callable[[], Strips] | None
-
-# Candidates.
 
 
 @dataclass(frozen=True)
@@ -37,26 +32,28 @@ class MethodCandidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(dict(self.settings).items()))
-        self.config()
-
-    def config(self) -> Config:
-        """The config of the method; unknown names and values out of range raise a ConfigError."""
-        return own_config(self.name, dict(self.settings))
+        self._json_settings()
 
     @property
     def label(self) -> str:
-        """Its name in tables, such as `mag_cache 0.06 / 3`."""
-        values = " / ".join(_format_setting(key, value) for key, value in self._json_settings().items())
-        return self.title or f"{self.name} {values}".strip()
+        """Its name in tables, such as `mag_cache 0.06 / 3`: values, names of switches and lengths of lists."""
+        values = []
+        for key, value in self._json_settings().items():
+            if isinstance(value, bool):
+                values.append(key if value else f"no {key}")
+            elif isinstance(value, (list, dict)):
+                values.append(f"{key} of {len(value)}")
+            else:
+                values.append(f"{value:g}" if isinstance(value, float) else str(value))
+        return self.title or f"{self.name} {' / '.join(values)}".strip()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         series = {"series": self.series} if self.series else {}
         return {"kind": "method", "label": self.label, "name": self.name, "settings": self._json_settings()} | series
 
     def _json_settings(self) -> dict[str, Any]:
-        """The given settings after a round trip through JSON, so that what is read equals what was written."""
-        values = self.config().as_dict()
+        """The given settings, checked, after a round trip through JSON: what is read equals what was written."""
+        values = own_config(self.name, dict(self.settings)).as_dict()
         plain: dict[str, Any] = json.loads(json.dumps({key: values[key] for key, _ in self.settings}))
         return plain
 
@@ -69,16 +66,13 @@ class FewerSteps:
     second_order: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ConfigError(f"fewer_steps must be a whole number of at least 1, not {self.steps!r}.")
+        _check_whole("fewer_steps", self.steps, 1)
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
         return f"{self.steps} steps, second order" if self.second_order else f"{self.steps} steps"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         kind = "second_order" if self.second_order else "fewer_steps"
         return {"kind": kind, "label": self.label, "steps": self.steps}
 
@@ -101,7 +95,6 @@ class Custom:
             raise ConfigError("A custom candidate needs a label.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {"kind": "custom", "label": self.label} | ({"series": self.series} if self.series else {})
 
 
@@ -137,51 +130,9 @@ def parse_settings(entries: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-def _format_setting(key: str, value: Any) -> str:
-    """A setting in a label: its value, the name of a switch, or the length of a list."""
-    if isinstance(value, bool):
-        return key if value else f"no {key}"
-    if isinstance(value, (list, dict)):
-        return f"{key} of {len(value)}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 # The comparison.
 
 _RESERVED = ("prompt", "generator", "num_inference_steps", "guidance_scale", "output_type", "return_dict", "latents")
-
-
-def _check_prompts(prompts: tuple[str, ...]) -> tuple[str, ...]:
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        raise ConfigError("A comparison needs at least one prompt, and none may be empty.")
-    return prompts
-
-
-def _check_candidates(candidates: Iterable[Any]) -> tuple[Candidate, ...]:
-    candidates, labels = tuple(candidates), set()
-    for candidate in candidates:
-        if not isinstance(candidate, Candidate):
-            raise ConfigError(f"A candidate is a MethodCandidate, FewerSteps or Custom, not {candidate!r}.")
-        if candidate.label in labels:
-            raise ConfigError(f"Two candidates are called {candidate.label!r}.")
-        labels.add(candidate.label)
-    return candidates
-
-
-def _sort_arguments(arguments: Any) -> tuple[tuple[str, Any], ...]:
-    """Arguments ordered by name, from a mapping or from pairs."""
-    try:
-        pairs = tuple(sorted(dict(arguments).items()))
-    except (TypeError, ValueError):
-        raise ConfigError(f"arguments must be a mapping of names to values, not {arguments!r}.") from None
-    for key, _ in pairs:
-        if key in _RESERVED:
-            raise ConfigError(f"{key!r} is set by the comparison itself and cannot be an argument.")
-    return pairs
-
-
-Count = Annotated[int, Field(strict=True, ge=1)]
-CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
@@ -190,30 +141,64 @@ class Comparison:
 
     `arguments` are more arguments of the pipeline, such as height, width and num_frames. `guidance` is its
     `guidance_scale`; None keeps its default. `output` is "pt" for images, or "latent" to skip decoding. `warmup` is the
-    number of untimed steps before each candidate, because the first generation verifies the cut; a custom candidate is
+    number of untimed steps before each candidate, because the first one verifies the cache; a custom candidate is
     warmed up with a whole generation, and with 0 nothing is. `clock` is "wall", or "cpu" for the CPU time of one
     thread, which is independent of the load on the machine. `baselines` adds fewer steps, with both solvers, at every
     number of steps that a candidate computed; without it only those run that are candidates themselves.
     """
 
-    prompts: Annotated[tuple[Annotated[str, Field(strict=True)], ...], AfterValidator(_check_prompts)]
-    candidates: Annotated[tuple[Candidate, ...], PlainValidator(_check_candidates)] = ()
-    seeds: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (0,)
-    steps: Count = 30
-    guidance: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    arguments: Annotated[tuple[tuple[str, Any], ...], PlainValidator(_sort_arguments)] = ()
-    batch_size: Count = 1
+    prompts: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    steps: int = 30
+    guidance: float | None = None
+    arguments: tuple[tuple[str, Any], ...] = ()
+    batch_size: int = 1
     output: Literal["pt", "latent"] = "pt"
-    warmup: CountOrZero = 2
+    warmup: int = 2
     clock: Literal["wall", "cpu"] = "wall"
-    baselines: Annotated[bool, Field(strict=True)] = True
+    baselines: bool = True
 
     def __post_init__(self) -> None:
-        for name, adapter in _adapters().items():
-            try:
-                object.__setattr__(self, name, adapter.validate_python(getattr(self, name)))
-            except ValidationError as error:
-                raise _config_error(name, error) from None
+        for name in ("prompts", "candidates", "seeds"):
+            object.__setattr__(self, name, _check_list(name, getattr(self, name)))
+        if not self.prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in self.prompts):
+            raise ConfigError("A comparison needs at least one prompt; each is a text, and none may be empty.")
+        labels = set()
+        for candidate in self.candidates:
+            if not isinstance(candidate, Candidate):
+                raise ConfigError(f"A candidate is a MethodCandidate, FewerSteps or Custom, not {candidate!r}.")
+            if candidate.label in labels:
+                raise ConfigError(f"Two candidates are called {candidate.label!r}.")
+            labels.add(candidate.label)
+        if not self.seeds:
+            raise ConfigError("seeds must have at least 1 item.")
+        for seed in self.seeds:
+            _check_whole("seeds", seed, 0)
+        _check_whole("steps", self.steps, 1)
+        _check_whole("batch_size", self.batch_size, 1)
+        _check_whole("warmup", self.warmup, 0)
+        number = isinstance(self.guidance, (int, float)) and not isinstance(self.guidance, bool)
+        if self.guidance is not None and not (number and math.isfinite(self.guidance) and self.guidance >= 0):
+            raise ConfigError(f"guidance must be a finite number of at least 0, not {self.guidance!r}.")
+        if self.output not in ("pt", "latent"):
+            raise ConfigError(f"output must be 'pt' or 'latent', not {self.output!r}.")
+        if self.clock not in ("wall", "cpu"):
+            raise ConfigError(f"clock must be 'wall' or 'cpu', not {self.clock!r}.")
+        if not isinstance(self.baselines, bool):
+            raise ConfigError(f"baselines must be true or false, not {self.baselines!r}.")
+        object.__setattr__(self, "arguments", self._sort_arguments())
+
+    def _sort_arguments(self) -> tuple[tuple[str, Any], ...]:
+        """The arguments ordered by name, from a mapping or from pairs."""
+        try:
+            pairs = tuple(sorted(dict(self.arguments).items()))
+        except (TypeError, ValueError):
+            raise ConfigError(f"arguments must be a mapping of names to values, not {self.arguments!r}.") from None
+        for key, _ in pairs:
+            if key in _RESERVED:
+                raise ConfigError(f"{key!r} is set by the comparison itself and cannot be an argument.")
+        return pairs
 
     @property
     def images(self) -> tuple[tuple[str, int], ...]:
@@ -231,19 +216,15 @@ class Comparison:
 def from_mapping(values: Mapping[str, Any]) -> Comparison:
     """A comparison from the keys of a file; `methods` lists methods with settings, `fewer_steps` lists numbers."""
     known = [field.name for field in fields(Comparison) if field.name != "candidates"] + ["methods", "fewer_steps"]
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
-            raise ConfigError(f"A comparison has no {key!r}.{hint}")
+    for key in (key for key in values if key not in known):
+        hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
+        raise ConfigError(f"A comparison has no {key!r}.{hint}")
     if "prompts" not in values:
         raise ConfigError("A comparison needs prompts: a list of at least one.")
-    for name in ("prompts", "seeds", "methods", "fewer_steps"):
-        if not isinstance(values.get(name, []), (list, tuple)):
-            raise ConfigError(f"{name} must be a list, not {values[name]!r}.")
-    candidates: list[Candidate] = [_parse_entry(entry) for entry in values.get("methods", [])]
-    for steps in values.get("fewer_steps", []):
+    rest = dict(values)
+    candidates: list[Candidate] = [_parse_entry(entry) for entry in _check_list("methods", rest.pop("methods", ()))]
+    for steps in _check_list("fewer_steps", rest.pop("fewer_steps", ())):
         candidates += [FewerSteps(steps), FewerSteps(steps, second_order=True)]
-    rest: dict[str, Any] = {key: value for key, value in values.items() if key not in ("methods", "fewer_steps")}
     return Comparison(**rest, candidates=tuple(candidates))
 
 
@@ -258,17 +239,12 @@ def _parse_entry(entry: Any) -> MethodCandidate:
     raise ConfigError(f"A method is written as name, name:key=value or {{name: {{key: value}}}}, not {entry!r}.")
 
 
-@cache
-def _adapters() -> dict[str, TypeAdapter[Any]]:
-    hints = get_type_hints(Comparison, include_extras=True)
-    return {field.name: TypeAdapter(hints[field.name]) for field in fields(Comparison)}
+def _check_list(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{name} must be a list, not {value!r}.")
+    return tuple(value)
 
 
-def _config_error(name: str, error: ValidationError) -> ConfigError:
-    """The first problem of a field in one line: `steps must be greater than or equal to 1, not 0.`"""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Exception):
-        return ConfigError(str(cause))
-    wanted = first["msg"].partition(" should ")[2].replace("tuple", "list").removesuffix(" after validation, not 0")
-    return ConfigError(f"{name} must {wanted}, not {first['input']!r}.")
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}.")

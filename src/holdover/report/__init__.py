@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .prediction import Prediction
+from .plots import Prediction
 from .view import write_report
 
 __all__ = ["Prediction", "write_report"]

@@ -8,12 +8,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
+from itertools import cycle, product
+from typing import Any, Self
 
 from ..compare import Results, Row
+from ..metrics import Summary
+from ..plan import TuningResult
+from ..plan.config import Target
+from ..plan.planner import search_profile
+from ..profiles import Profile
 from ..selector import config_class, methods
-from .prediction import Prediction
 
 PLAN = "plan"
 BASELINES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}
@@ -26,6 +30,8 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.edgecolor": _FAINT,
     "axes.labelcolor": _INK,
     "axes.spines.top": False,
@@ -62,39 +68,37 @@ def assign_colors(results: Results) -> dict[str, str]:
     return {series: fixed.get(series) or next(others) for series in found}
 
 
-class Palette:
-    """Placeholder colors for matplotlib, one per series, that become variables of the style sheet in the SVG."""
+@contextmanager
+def themed_figure(
+    colors: dict[str, str], width: float, height: float, salt: str
+) -> Iterator[tuple[Any, dict[str, str], Callable[[], str]]]:
+    """A figure with a size in inches, the color of each series, and a function that returns it as an SVG element.
 
-    def __init__(self, colors: dict[str, str]) -> None:
-        self.marks = {series: f"#0a0b{index:02x}" for index, series in enumerate(colors)}
-        self._variables = {self.marks[series]: color for series, color in colors.items()} | {_FAINT: "faint"}
+    The colors are placeholders that become variables of the style sheet. The element has the font of the page and no
+    fixed size; `salt` makes its ids unique.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
 
-    @contextmanager
-    def figure(self, width: float, height: float, salt: str) -> Iterator[tuple[Any, Callable[[], str]]]:
-        """A figure with a size in inches, and a function that returns it as an SVG element; `salt` makes ids unique."""
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
+    marks = {series: f"#0a0b{index:02x}" for index, series in enumerate(colors)}
+    variables = {_INK: "currentColor", _FAINT: "var(--faint)"}
+    variables |= {marks[series]: f"var(--{color})" for series, color in colors.items()}
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
 
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
-            figure = Figure(figsize=(width, height), layout="constrained")
-            FigureCanvasSVG(figure)
+        def to_svg() -> str:
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            svg = buffer.getvalue()
+            for placeholder, variable in variables.items():
+                svg = svg.replace(placeholder, variable)
+            svg = re.sub(r"font: ((?:bold |700 )?)([\d.]+px)[^;\"]*", r"font: \g<1>\2 var(--font)", svg)
+            head, rest = svg[svg.index("<svg") :].split(">", 1)
+            return re.sub(r' (?:width|height)="[^"]*"', "", head) + ">" + rest
 
-            def to_svg() -> str:
-                buffer = io.StringIO()
-                figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-                return self._replace(buffer.getvalue())
-
-            yield figure, to_svg
-
-    def _replace(self, svg: str) -> str:
-        """The element alone, with the colors and the font of the page, and no fixed size."""
-        svg = svg[svg.index("<svg") :]
-        for placeholder, name in self._variables.items():
-            svg = svg.replace(placeholder, f"var(--{name})")
-        svg = svg.replace(_INK, "currentColor")
-        svg = re.sub(r"font: ((?:bold |700 )?)([\d.]+px)[^;\"]*", r"font: \g<1>\2 var(--font)", svg)
-        return re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"([^>]*?) (?:width|height)="[^"]*"', r"\1\2", svg, count=1)
+        yield figure, marks, to_svg
 
 
 # Speed and quality.
@@ -113,7 +117,6 @@ class Point:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it has fewer steps instead of a cache."""
         return self.kind in BASELINES
 
 
@@ -140,12 +143,9 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 
 def plot_speed(results: Results, width: float, height: float, salt: str) -> str:
     """PSNR over speed-up as an SVG element."""
-    points, palette = measure_points(results), Palette(assign_colors(results))
-    marks = palette.marks
-    with palette.figure(width, height, salt) as (figure, to_svg):
+    points = measure_points(results)
+    with themed_figure(assign_colors(results), width, height, salt) as (figure, marks, to_svg):
         axes = figure.add_subplot()
-        axes.grid(True)
-        axes.set_axisbelow(True)
         axes.set(xlabel="times faster than uncached", ylabel="PSNR to uncached, dB (line: down to the worst)")
         best = find_frontier(points)
         axes.plot([p.speed for p in best], [p.mean for p in best], color=_INK, lw=7, alpha=0.09, solid_capstyle="round")
@@ -172,42 +172,84 @@ def _label_points(figure: Any, axes: Any, points: Sequence[Point], marks: dict[s
     places = axes.transData.transform([(p.speed, p.mean) for p in points])
     taken = [Bbox([[x - 5, y - 5], [x + 5, y + 5]]) for x, y in places]
 
-    def place(text: Any) -> None:
-        for lift in (4, -11, 14, -21, 24, -31):
-            for offset, side in ((8, "left"), (-8, "right")):
-                text.set_position((offset, lift))
-                text.set_horizontalalignment(side)
-                box = text.get_window_extent()
-                if inside.x0 <= box.x0 and box.x1 <= inside.x1 and not any(box.overlaps(other) for other in taken):
-                    return
-
     for p in sorted(points, key=lambda p: (p.is_baseline, -p.mean)):
         font = {"weight": "normal", "size": 8} if p.is_baseline else {"weight": "bold", "size": 10}
         where: Any = {"xytext": (8, 4), "textcoords": "offset points", "color": marks[p.series]}
         text = axes.annotate(p.label, (p.speed, p.mean), **where, **font)
-        place(text)
-        taken.append(text.get_window_extent())
+        for lift, (offset, side) in product((4, -11, 14, -21, 24, -31), ((8, "left"), (-8, "right"))):
+            text.set_position((offset, lift))
+            text.set_horizontalalignment(side)
+            box = text.get_window_extent()
+            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
 
 
 # Predicted and measured.
 
-_DASHED = (0, (5, 2.5))
-_BASELINE_STYLES: dict[str, Any] = {"fewer_steps": (0, (1, 1.6)), "second_order": (0, (6, 2, 1, 2))}
-_SHAPES = "s^vDPX*phd<>"
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan on held-out prompts: the expected PSNR, and what was measured of the metric of the target."""
+
+    computed: int
+    expected: float | None
+    p10: float
+    worst: float
+    images: int
+    passed: bool
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One series: the best 10th percentile of PSNR at each number of computed steps, from few steps to many."""
+class Prediction:
+    """The frontier that a profile predicts: `psnr` is the 10th percentile of PSNR for every budget below all steps.
 
-    series: str
-    points: tuple[tuple[float, float], ...]
+    `trials` are the plans that were tried to meet `target`, `certified` is the number of computed steps of the plan
+    that is certified for it, and `words` describe the certificate.
+    """
+
+    steps: int
+    psnr: tuple[tuple[int, float], ...]
+    target: Target
+    trials: tuple[Trial, ...] = ()
+    certified: int | None = None
+    words: str = ""
+
+    @classmethod
+    def of(cls, tuned: TuningResult, target: str) -> Self:
+        """The prediction of a profile, with the outcome of tuning it to a target."""
+        trials = tuple(
+            Trial(len(tried.computed), tried.expected, summary.p10, summary.worst, summary.count, tried.passed)
+            for tried, summary in ((tried, Summary.of(tried.values)) for tried in tuned.tried)
+        )
+        certified = None if tuned.certificate is None else len(tuned.certificate.computed)
+        steps = len(tuned.profile.facts.noise)
+        return cls(steps, predict_psnr(tuned.profile), Target.parsed(target), trials, certified, str(tuned))
+
+    def at(self, computed: float | None) -> float | None:
+        """The expected PSNR of a plan with this number of computed steps; None where it is unknown."""
+        return next((value for count, value in self.psnr if count == computed), None)
 
 
-def measure_curves(results: Results) -> list[Curve]:
-    """The curve of every series; rows that failed or whose computed steps are unknown are left out.
+def predict_psnr(profile: Profile) -> tuple[tuple[int, float], ...]:
+    """The expected 10th percentile of PSNR by computed steps; empty for a profile without an offset to dB."""
+    offset = profile.facts.psnr_offset
+    if offset is None:
+        return ()
+    frontier = search_profile(profile).frontier
+    return tuple((count, choice.psnr(offset)) for count, choice in frontier.items() if choice.cost > 0)
 
-    Equal images are placed slightly above the best other.
+
+_DASHED = (0, (5, 2.5))
+_BASELINE_STYLES: dict[str, Any] = {"fewer_steps": (0, (1, 1.6)), "second_order": (0, (6, 2, 1, 2))}
+_SHAPES = "s^vDPX*phd<>"
+Points = tuple[tuple[float, float], ...]  # computed steps and PSNR
+
+
+def measure_curves(results: Results) -> dict[str, Points]:
+    """The curve of every series: the best 10th percentile of PSNR at each number of computed steps, from few to many.
+
+    Rows without computed steps are left out; equal images are placed slightly above the best other.
     """
     found = [
         (get_series(row), row.computed_steps, row.summary("psnr").p10)
@@ -219,28 +261,30 @@ def measure_curves(results: Results) -> list[Curve]:
     for series, computed, psnr in found:
         points = curves.setdefault(series, {})
         points[computed] = max(min(psnr, top), points.get(computed, -math.inf))
-    return [Curve(series, tuple(sorted(points.items()))) for series, points in curves.items()]
+    return {series: tuple(sorted(points.items())) for series, points in curves.items()}
 
 
 def plot_prediction(results: Results, prediction: Prediction, width: float, height: float, salt: str) -> str:
-    """The predicted and the measured frontier in two panels with the same axes, as an SVG element.
-
-    The panels are next to each other in a wide figure, and below each other in a tall one.
-    """
-    palette = Palette(assign_colors(results) | {PLAN: config_class(PLAN).color})
-    curves, wide, color = measure_curves(results), width > height, palette.marks[PLAN]
-    with palette.figure(width, height, salt) as (figure, to_svg):
+    """The predicted and the measured frontier in two panels, next to each other or in a column, as an SVG element."""
+    colors = assign_colors(results) | {PLAN: config_class(PLAN).color}
+    curves, wide = measure_curves(results), width > height
+    with themed_figure(colors, width, height, salt) as (figure, marks, to_svg):
         left, right = figure.subplots(*((1, 2) if wide else (2, 1)), sharex=True, sharey=True)
         left.set_title("predicted, from the profile alone", loc="left", size=11, weight="bold")
         count = len(results.reference.seconds)
         right.set_title(f"measured on {count} image{'' if count == 1 else 's'}", loc="left", size=11, weight="bold")
         for axes in (left, right):
-            axes.grid(True)
-            axes.set_axisbelow(True)
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.set(xlabel=f"computed steps of {prediction.steps}", ylabel="PSNR, 10th percentile, dB")
-        _plot_predicted(left, prediction, color)
-        _plot_measured(right, curves, prediction, palette.marks)
+        if prediction.psnr:
+            line: Any = {"color": marks[PLAN], "ls": _DASHED, "lw": 2, "marker": "o", "ms": 4.5, "mew": 0}
+            left.plot(*zip(*prediction.psnr, strict=True), **line)
+        else:
+            left.text(0.5, 0.5, "this profile predicts no PSNR", transform=left.transAxes, ha="center")
+        expected = prediction.at(prediction.certified)
+        if expected is not None:
+            _plot_certified(left, prediction, expected, marks[PLAN])
+        _plot_measured(right, curves, prediction, marks)
         for axes in (left, right):
             if prediction.target.metric == "psnr":
                 least = prediction.target.least
@@ -248,32 +292,24 @@ def plot_prediction(results: Results, prediction: Prediction, width: float, heig
                 where: Any = {"xytext": (4, 4), "textcoords": "offset points", "size": 9}
                 axes.annotate(f"target {least:g} dB", (0, least), xycoords=("axes fraction", "data"), **where)
         if wide and curves:
-            _label_curves(figure, right, curves, palette.marks)
+            _label_curves(figure, right, curves, marks)
         return to_svg()
 
 
-def _plot_predicted(axes: Any, prediction: Prediction, color: str) -> None:
-    """Every budget, with a star at the certified one."""
-    if prediction.psnr:
-        axes.plot(*zip(*prediction.psnr, strict=True), color=color, ls=_DASHED, lw=2, marker="o", ms=4.5, mew=0)
-    else:
-        axes.text(0.5, 0.5, "this profile predicts no PSNR", transform=axes.transAxes, ha="center")
-    expected = prediction.at(prediction.certified)
-    if expected is not None:
-        _plot_certified(axes, prediction, expected, color)
-
-
-def _plot_measured(axes: Any, curves: Sequence[Curve], prediction: Prediction, marks: dict[str, str]) -> None:
+def _plot_measured(axes: Any, curves: dict[str, Points], prediction: Prediction, marks: dict[str, str]) -> None:
     """Every series with plans on top, the prediction behind them, and the plans that were tried as rings."""
     color = marks[PLAN]
     if prediction.psnr:
         axes.plot(*zip(*prediction.psnr, strict=True), color=color, ls=_DASHED, lw=1.2, alpha=0.6)
-    for index, curve in enumerate(sorted(curves, key=lambda curve: curve.series == PLAN)):
-        own = curve.series == PLAN
-        shape = "o" if own else _SHAPES[index % len(_SHAPES)]
-        style = {"lw": 2.6, "ms": 6} if own else {"lw": 1.3, "ms": 5}
-        style |= {"ls": _BASELINE_STYLES.get(curve.series, "-"), "mew": 0}
-        axes.plot(*zip(*curve.points, strict=True), color=marks[curve.series], marker=shape, **style)
+    for index, series in enumerate(sorted(curves, key=lambda series: series == PLAN)):
+        own = series == PLAN
+        style = (
+            {"lw": 2.6, "ms": 6, "marker": "o"}
+            if own
+            else {"lw": 1.3, "ms": 5, "marker": _SHAPES[index % len(_SHAPES)]}
+        )
+        style |= {"ls": _BASELINE_STYLES.get(series, "-"), "mew": 0, "color": marks[series]}
+        axes.plot(*zip(*curves[series], strict=True), **style)
     for trial in prediction.trials if prediction.target.metric == "psnr" else ():
         if not math.isfinite(trial.p10):
             continue
@@ -294,21 +330,21 @@ def _plot_certified(axes: Any, prediction: Prediction, psnr: float, color: str) 
     axes.annotate(f"certified: {steps}", (steps, 0), xycoords=("data", "axes fraction"), **where)
 
 
-def _label_curves(figure: Any, axes: Any, curves: Sequence[Curve], marks: dict[str, str]) -> None:
+def _label_curves(figure: Any, axes: Any, curves: dict[str, Points], marks: dict[str, str]) -> None:
     """Write each name to the right of the end of its curve, in one column, spaced where names would overlap."""
-    column = 1.08 * max(curve.points[-1][0] for curve in curves)
+    ends = {series: points[-1] for series, points in sorted(curves.items(), key=lambda item: item[1][-1][1])}
+    column = 1.08 * max(computed for computed, _ in ends.values())
     axes.set_xlim(0, max(axes.get_xlim()[1], column / 0.6))
     figure.canvas.draw()
     low, high = axes.get_ylim()
     spacing = (high - low) * 15 / axes.get_window_extent().height * figure.dpi / 72
-    upward = sorted(curves, key=lambda curve: curve.points[-1][1])
     heights: list[float] = []
-    for curve in upward:
-        heights.append(max(curve.points[-1][1], heights[-1] + spacing) if heights else curve.points[-1][1])
-    shift = (heights[-1] - upward[-1].points[-1][1]) / 2
-    for height, curve in zip((height - shift for height in heights), upward, strict=True):
-        color, end = marks[curve.series], curve.points[-1]
-        axes.plot([end[0], column], [end[1], height], color=color, lw=0.6, alpha=0.6)
-        name, weight = BASELINES.get(curve.series, curve.series), "bold" if curve.series == PLAN else "normal"
-        axes.text(column, height, f" {name}", color=color, size=9, va="center", weight=weight)
+    for _, psnr in ends.values():
+        heights.append(max(psnr, heights[-1] + spacing) if heights else psnr)
+    shift = (heights[-1] - psnr) / 2
+    for height, (series, end) in zip(heights, ends.items(), strict=True):
+        color, weight = marks[series], "bold" if series == PLAN else "normal"
+        axes.plot([end[0], column], [end[1], height - shift], color=color, lw=0.6, alpha=0.6)
+        name = f" {BASELINES.get(series, series)}"
+        axes.text(column, height - shift, name, color=color, size=9, va="center", weight=weight)
     axes.set_ylim(low, high)

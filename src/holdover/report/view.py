@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from PIL import Image
 from ..compare import Results, Row
 from ..errors import HoldoverError
 from ..metrics import METRICS
-from .plots import BASELINES, assign_colors, get_series, plot_prediction, plot_speed
-from .prediction import Prediction
+from .plots import BASELINES, Prediction, assign_colors, get_series, plot_prediction, plot_speed
 
 MAX_IMAGES = 8
 """Images of a row that the page shows."""
@@ -49,67 +48,37 @@ def write_report(
     return path
 
 
-# What the template shows.
-
-
 def build_page(results: Results, folder: Path, prediction: Prediction | None) -> dict[str, Any]:
     """Everything the template shows, by the names it uses."""
-    colors, images = assign_colors(results), _list_images(results)
+    colors, images = assign_colors(results), list(product(results.settings["prompts"], results.settings["seeds"]))
     metrics = [name for name in METRICS if any(name in row.values for row in results.rows)]
-    page = files("holdover.report") / "page"
     measured = any(row.error is None for row in results.rows)
-    columns = [
-        ("computed", "computed steps of one generation, the mean over the branches"),
-        ("time", "seconds per image"),
-        ("speed", "times faster than uncached"),
-        ("PSNR", "mean, dB; higher is closer to uncached"),
-        ("10 %", "10th percentile of PSNR, dB"),
-        ("worst", "worst PSNR, dB"),
-        *((METRICS[name].title, "mean") for name in metrics if name != "psnr"),
-        ("held", "peak bytes of held residuals"),
-    ]
     rows = [_build_row(results, row, folder, metrics, colors, prediction) for row in (results.reference, *results.rows)]
     return {
         "title": f"{len(images)} image{'' if len(images) == 1 else 's'}, {results.settings['steps']} steps",
         "lead": _describe_best(results),
-        "facts": _describe_run(results),
+        "run": results,
         "prompts": [f"{prompt}, seed {seed}" for prompt, seed in images[:MAX_IMAGES]],
         "count": len(images),
         "rows": rows,
-        "columns": columns,
+        "metrics": [METRICS[name].title for name in metrics if name != "psnr"],
         "legend": [(BASELINES.get(name, name), color) for name, color in colors.items()],
         "wide": plot_speed(results, 8.6, 4.6, "wide") if measured else "",
         "narrow": plot_speed(results, 4.3, 4.8, "narrow") if measured else "",
         "prediction": _build_prediction(results, prediction) if measured and prediction is not None else None,
         "unavailable": [(METRICS[name].title, why) for name, why in results.unavailable.items()],
-        "style": (page / "report.css").read_text("utf-8"),
-        "script": (page / "report.js").read_text("utf-8"),
     }
-
-
-def _list_images(results: Results) -> list[tuple[str, int]]:
-    settings = results.settings
-    return [(prompt, seed) for prompt in settings["prompts"] for seed in settings["seeds"]]
 
 
 def _build_prediction(results: Results, prediction: Prediction) -> dict[str, Any]:
     """The plots of the predicted and the measured frontier, and the table of trials."""
-    metric, trials = prediction.target.metric, []
-    for trial in prediction.trials:
+    trials = []
+    for trial, texts in zip(prediction.trials, format_trials(prediction), strict=True):
         certified = trial.computed == prediction.certified
-        trials.append(
-            (
-                f"{trial.computed} of {prediction.steps}",
-                "" if trial.expected is None else format_metric("psnr", trial.expected),
-                format_metric(metric, trial.p10),
-                format_metric(metric, trial.worst),
-                str(trial.images),
-                "certified" if certified else "passed" if trial.passed else "did not pass",
-            )
-        )
+        trials.append((*texts, "certified" if certified else "passed" if trial.passed else "did not pass"))
     return {
         "words": prediction.words,
-        "metric": METRICS[metric].title,
+        "metric": METRICS[prediction.target.metric].title,
         "wide": plot_prediction(results, prediction, 11.5, 5.6, "prediction-wide"),
         "narrow": plot_prediction(results, prediction, 4.6, 8.6, "prediction-narrow"),
         "trials": trials,
@@ -123,13 +92,12 @@ def _describe_best(results: Results) -> str:
         return "No method has been measured."
 
     def describe(row: Row) -> str:
-        """Speed and PSNR, and the PSNR of as many steps without a cache."""
         mean, steps = row.summary("psnr").mean, row.computed_steps
         psnr = "equal to uncached" if math.isinf(mean) else f"{mean:.1f} dB from uncached"
-        for other in results.rows:
-            if other.kind == "fewer_steps" and other.error is None and steps and other.steps == round(steps):
-                psnr += f" ({other.label} instead: {format_decibels(other.summary('psnr').mean)})"
-                break
+        fewer = [other for other in results.rows if other.kind == "fewer_steps" and other.error is None]
+        instead = next((other for other in fewer if steps and other.steps == round(steps)), None)
+        if instead is not None:
+            psnr += f" ({instead.label} instead: {format_decibels(instead.summary('psnr').mean)})"
         return f"{row.label}: {results.speedup(row):.2f} times as fast, {psnr}."
 
     fastest = max(cached, key=results.speedup)
@@ -138,40 +106,32 @@ def _describe_best(results: Results) -> str:
     return lead if closest is fastest else f"{lead} Closest to uncached is {describe(closest)}"
 
 
-def _describe_run(results: Results) -> list[tuple[str, str]]:
-    """The model, the device and the settings."""
-    here, settings = results.environment, results.settings
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    facts = {
-        "Model": f"{here['model'] or here['pipeline']} ({here['pipeline']}, {here['transformer']}, {here['dtype']})",
-        "Device": here["device"],
-        "Steps": str(settings["steps"]),
-        "Guidance": "the pipeline's default" if settings["guidance"] is None else f"{settings['guidance']:g}",
-        "Seeds": ", ".join(map(str, settings["seeds"])),
-        "Batch": str(settings["batch_size"]),
-        "Arguments": ", ".join(f"{key}={value}" for key, value in settings["arguments"].items()),
-        "Clock": "CPU time of one thread" if settings["clock"] == "cpu" else "wall time",
-        "Versions": f"{versions}, Python {here['python']}",
-        "Date": results.date[:10],
-    }
-    return [(name, text) for name, text in facts.items() if text]
-
-
 def _build_row(
     results: Results, row: Row, folder: Path, metrics: list[str], colors: dict[str, str], prediction: Prediction | None
 ) -> dict[str, Any]:
     """One candidate in all sections; the facts of a plan with a budget include its expected PSNR."""
-    failed, settings = row.error is not None, row.candidate.get("settings", {})
-    facts = [] if failed else _describe_row(row)
-    budget = settings.get("budget") if row.candidate.get("name") == "plan" else None
-    expected = None if prediction is None or failed else prediction.at(budget)
+    failed, settings, facts = row.error is not None, row.candidate.get("settings", {}), []
+    if not failed:
+        facts.append(f"{format_seconds(row.mean_seconds)} per image")
+        if row.kind != "reference":
+            psnr = row.summary("psnr")
+            words = f"{psnr.mean:.1f} dB, worst {psnr.worst:.1f}"
+            facts.append("equal to uncached" if math.isinf(psnr.worst) else words)
+        if row.kind not in ("method", "custom"):
+            facts.append(f"{row.steps} steps")
+        elif row.computed_steps is not None:
+            facts.append(f"{format_steps(row.computed_steps)} of {row.steps} steps computed")
+        budget = settings.get("budget") if row.candidate.get("name") == "plan" else None
+        expected = prediction.at(budget) if prediction is not None else None
+        if expected is not None:
+            facts.append(f"{expected:.1f} dB expected")
     return {
         "label": row.label,
         "kind": row.kind,
         "color": colors.get(get_series(row), "ink"),
         "detail": ", ".join(f"{key}={value}" for key, value in settings.items()),
         "speed": "" if failed else f"{results.speedup(row):.2f}\u00d7",
-        "facts": facts if expected is None else [*facts, f"{expected:.1f} dB expected"],
+        "facts": facts,
         "tiles": _build_tiles(row, results, folder),
         "strips": row.strips,
         "cells": [] if failed else _build_cells(results, row, metrics),
@@ -179,24 +139,11 @@ def _build_row(
     }
 
 
-def _describe_row(row: Row) -> list[str]:
-    """Time, PSNR and steps, next to the images."""
-    facts = [f"{format_seconds(row.mean_seconds)} per image"]
-    if row.kind != "reference":
-        psnr = row.summary("psnr")
-        equal = math.isinf(psnr.worst)
-        facts.append("equal to uncached" if equal else f"{psnr.mean:.1f} dB, worst {psnr.worst:.1f}")
-    if row.kind not in ("method", "custom"):
-        facts.append(f"{row.steps} steps")
-    elif row.computed_steps is not None:
-        facts.append(f"{format_steps(row.computed_steps)} of {row.steps} steps computed")
-    return facts
-
-
 def _build_tiles(row: Row, results: Results, folder: Path) -> list[dict[str, str]]:
     """The images of a row with their differences, captions and descriptions."""
     tiles = []
-    for index, (prompt, _) in enumerate(_list_images(results)[: min(MAX_IMAGES, len(row.images))]):
+    prompts = [prompt for prompt in results.settings["prompts"] for _ in results.settings["seeds"]]
+    for index, prompt in enumerate(prompts[: min(MAX_IMAGES, len(row.images))]):
         psnr = format_decibels(row.values["psnr"][index]) if "psnr" in row.values else ""
         tiles.append(
             {
@@ -242,6 +189,16 @@ def embed_image(path: Path) -> str:
             image.save(buffer, "WEBP", quality=88, method=6)
             kind, content = "webp", buffer.getvalue()
     return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def format_trials(prediction: Prediction) -> list[tuple[str, str, str, str, str]]:
+    """For each trial: computed steps, expected PSNR, 10th percentile and worst value of the metric, and images."""
+    metric, texts = prediction.target.metric, []
+    for trial in prediction.trials:
+        expected = "" if trial.expected is None else format_metric("psnr", trial.expected)
+        measured, worst = format_metric(metric, trial.p10), format_metric(metric, trial.worst)
+        texts.append((f"{trial.computed} of {prediction.steps}", expected, measured, worst, str(trial.images)))
+    return texts
 
 
 def format_metric(metric: str, value: float) -> str:

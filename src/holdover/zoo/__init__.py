@@ -15,9 +15,15 @@ MODELS = ("emoji",)
 
 
 def load(name: str = "emoji") -> EmojiPipeline:
-    """Load the pipeline of a model that ships with the package, in float32 on the CPU."""
+    """Load a model that ships with the package, in float32 on the CPU: no network, only safetensors and JSON."""
     if name not in MODELS:
-        raise ConfigError(f"no model {name!r} in the box; there is: {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
-    from . import emoji
+        raise ConfigError(
+            f"There is no built-in model {name!r}. Known: {', '.join(MODELS)}.{did_you_mean(name, MODELS)}"
+        )
+    import torch
 
-    return emoji.load()
+    from .emoji import WEIGHTS, EmojiPipeline
+
+    options = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    pipeline: EmojiPipeline = EmojiPipeline.from_pretrained(WEIGHTS, **options)
+    return pipeline

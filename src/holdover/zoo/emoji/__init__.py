@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from ...errors import ConfigError, did_you_mean
 from .pipeline import EmojiPipeline
 
-__all__ = ["MAX_TOKENS", "STYLES", "WEIGHTS", "EmojiPipeline", "caption", "load"]
+__all__ = ["MAX_TOKENS", "STYLES", "WEIGHTS", "EmojiPipeline", "caption"]
 
 WEIGHTS = Path(__file__).parent / "weights"
 MAX_TOKENS = 24
@@ -26,14 +24,6 @@ STYLES: dict[str, str] = {
     "fxemoji": "firefox style",
 }
 """Short name of a style -> the phrase for it in captions."""
-
-
-def load(dtype: torch.dtype = torch.float32) -> EmojiPipeline:
-    """The shipped model, read from the package folder: no network, only safetensors and JSON."""
-    pipeline: EmojiPipeline = EmojiPipeline.from_pretrained(
-        WEIGHTS, dtype=dtype, local_files_only=True, use_safetensors=True
-    )
-    return pipeline
 
 
 def caption(subject: str, style: str | None = None) -> str:

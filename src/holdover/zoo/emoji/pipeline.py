@@ -21,41 +21,37 @@ from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.utils import logging
 from diffusers.utils.torch_utils import randn_tensor
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import ConfigError, did_you_mean
 
 logger = logging.get_logger(__name__)
 
-OnStepEnd = Callable[[int, Any, dict[str, torch.Tensor]], None]
+Tensors = dict[str, torch.Tensor]
+OnStepEnd = Callable[[int, Any, Tensors], None]
 StepCallback = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 Generators = torch.Generator | list[torch.Generator]
-Encoded = tuple[torch.Tensor, torch.Tensor]
-
+Prompts = str | list[str] | None
+Embeds = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
 def pack(images: torch.Tensor, patch: int) -> torch.Tensor:
     """(B, C, H, W) -> (B, H/p * W/p, C*p*p): one token per patch, in reading order."""
-    batch, channels, height, width = images.shape
-    grid = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
-    return grid.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
+    return pixel_unshuffle(images, patch).flatten(2).transpose(1, 2)
 
 
 def unpack(tokens: torch.Tensor, height: int, width: int, patch: int) -> torch.Tensor:
     """The inverse of `pack`."""
-    batch, _, size = tokens.shape
-    channels = size // (patch * patch)
-    grid = tokens.reshape(batch, height // patch, width // patch, channels, patch, patch)
-    return grid.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, height, width)
+    grid = tokens.transpose(1, 2).reshape(len(tokens), -1, height // patch, width // patch)
+    return pixel_shuffle(grid, patch)
 
 
 def position_ids(height: int, width: int, patch: int, device: torch.device | None = None) -> torch.Tensor:
     """(0, row, column) of every patch, the `img_ids` of FluxTransformer2DModel."""
-    rows = torch.arange(height // patch, device=device)
-    columns = torch.arange(width // patch, device=device)
-    grid = torch.cartesian_prod(torch.zeros(1, dtype=rows.dtype, device=device), rows, columns)
-    return grid.float()
+    axes = [torch.arange(size, device=device) for size in (1, height // patch, width // patch)]
+    return torch.cartesian_prod(*axes).float()
 
 
 def compute_shift(config: Mapping[str, Any], image_tokens: int) -> float:
@@ -128,40 +124,33 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Captions like those the model was trained on, for calibration and tuning."""
         return resources.files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()
 
-    @property
-    def interrupt(self) -> bool:
-        return self._interrupt
-
     def encode_prompt(
         self,
-        prompt: str | list[str] | None,
+        prompt: Prompts,
         num_images_per_prompt: int = 1,
         device: torch.device | None = None,
         prompt_embeds: torch.Tensor | None = None,
         pooled_prompt_embeds: torch.Tensor | None = None,
-    ) -> Encoded:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Token states (B*n, tokens, width) and pooled vectors (B*n, width), each prompt repeated n times in a row."""
         device = device or self._execution_device
         if prompt_embeds is None or pooled_prompt_embeds is None:
             if prompt is None:
                 raise ConfigError("pass a prompt, or prompt_embeds with pooled_prompt_embeds")
-            prompt_embeds, pooled_prompt_embeds = self._encode([prompt] if isinstance(prompt, str) else prompt, device)
-        dtype = self.transformer.dtype
-        states = prompt_embeds.to(device, dtype).repeat_interleave(num_images_per_prompt, dim=0)
-        pooled = pooled_prompt_embeds.to(device, dtype).repeat_interleave(num_images_per_prompt, dim=0)
+            prompts, limit = [prompt] if isinstance(prompt, str) else prompt, self.tokenizer.model_max_length
+            for text, ids in zip(prompts, self.tokenizer(prompts)["input_ids"], strict=True):
+                if len(ids) > limit:
+                    logger.warning(f"the prompt has {len(ids)} tokens and is truncated to {limit}: {text!r}")
+            padding: Any = {"padding": "max_length", "max_length": limit, "truncation": True}
+            batch = self.tokenizer(prompts, return_tensors="pt", **padding).to(device)
+            output = self.text_encoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            prompt_embeds, pooled_prompt_embeds = output.last_hidden_state, output.pooler_output
+            prompt_embeds = prompt_embeds * batch["attention_mask"][..., None].to(prompt_embeds.dtype)
+        states, pooled = (
+            embeds.to(device, self.transformer.dtype).repeat_interleave(num_images_per_prompt, dim=0)
+            for embeds in (prompt_embeds, pooled_prompt_embeds)
+        )
         return states, pooled
-
-    def _encode(self, prompts: list[str], device: torch.device) -> Encoded:
-        limit = self.tokenizer.model_max_length
-        full = self.tokenizer(prompts)["input_ids"]
-        for prompt, ids in zip(prompts, full, strict=True):
-            if len(ids) > limit:
-                logger.warning(f"the prompt has {len(ids)} tokens and is truncated to {limit}: {prompt!r}")
-        batch = self.tokenizer(prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
-        mask = batch["attention_mask"].to(device)
-        output = self.text_encoder(input_ids=batch["input_ids"].to(device), attention_mask=mask)
-        states = output.last_hidden_state
-        return states * mask[..., None].to(states.dtype), output.pooler_output
 
     def prepare_latents(
         self,
@@ -186,8 +175,8 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
     def decode_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Packed latents -> images (B, 3, H, W) in [-1, 1]."""
         images = unpack(latents.float(), height, width, self._patch)
-        mean = torch.tensor(self.config.pixel_mean, device=latents.device).view(1, 3, 1, 1)
-        std = torch.tensor(self.config.pixel_std, device=latents.device).view(1, 3, 1, 1)
+        moments = (self.config.pixel_mean, self.config.pixel_std)
+        mean, std = (torch.tensor(values, device=latents.device).view(1, 3, 1, 1) for values in moments)
         return (images * std + mean).clamp(-1, 1)
 
     def prepare_timesteps(
@@ -209,7 +198,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.scheduler.set_begin_index(0)
         return torch.as_tensor(self.scheduler.timesteps)
 
-    def _velocity(self, tensors: dict[str, torch.Tensor], timestep: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _velocity(self, tensors: Tensors, timestep: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """One model evaluation: the conditional branch, then the unconditional one if guidance is on."""
 
         def branch(name: str, prefix: str) -> torch.Tensor:
@@ -233,12 +222,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         return uncond + self._guidance_scale * (cond - uncond)
 
     def _denoise(
-        self,
-        tensors: dict[str, torch.Tensor],
-        timesteps: torch.Tensor,
-        ids: torch.Tensor,
-        steps: int,
-        on_step_end: OnStepEnd,
+        self, tensors: Tensors, timesteps: torch.Tensor, ids: torch.Tensor, steps: int, on_step_end: OnStepEnd
     ) -> torch.Tensor:
         """The denoising loop; `tensors` holds latents and embeds, and callbacks may replace any of them."""
         order = self.scheduler.order
@@ -268,7 +252,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
                 argument, hint = "callback_on_step_end_tensor_inputs", did_you_mean(name, known)
                 raise ConfigError(f"{argument}: unknown {name!r}; known: {', '.join(known)}.{hint}")
 
-        def on_step_end(index: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> None:
+        def on_step_end(index: int, timestep: Any, tensors: Tensors) -> None:
             if callback is not None:
                 changed = callback(self, index, timestep, {name: tensors.get(name) for name in names}) or {}
                 check(list(changed))
@@ -277,65 +261,25 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         check(names)
         return on_step_end
 
-    def check_inputs(
-        self,
-        prompt: str | list[str] | None,
-        negative_prompt: str | list[str] | None,
-        height: int,
-        width: int,
-        num_inference_steps: int,
-        guidance_scale: float,
-        num_images_per_prompt: int,
-        output_type: str,
-        prompt_embeds: torch.Tensor | None,
-        pooled_prompt_embeds: torch.Tensor | None,
-        negative_prompt_embeds: torch.Tensor | None,
-        negative_pooled_prompt_embeds: torch.Tensor | None,
-    ) -> int:
-        """Raise a ConfigError for arguments that cannot be used; return the number of prompts."""
-        for name, value in (("height", height), ("width", width)):
-            if value <= 0 or value % self._patch:
-                raise ConfigError(f"{name} is {value}; use a positive multiple of {self._patch}")
-        for prefix, states, pooled in (
-            ("", prompt_embeds, pooled_prompt_embeds),
-            ("negative_", negative_prompt_embeds, negative_pooled_prompt_embeds),
-        ):
-            names = f"{prefix}prompt_embeds and {prefix}pooled_prompt_embeds"
-            if (states is None) != (pooled is None):
-                raise ConfigError(f"{names} belong together: pass both (encode_prompt returns them)")
-            if states is not None and pooled is not None and len(states) != len(pooled):
-                raise ConfigError(f"{names} have {len(states)} and {len(pooled)} rows; they need the same number")
-        for name, number in (
-            ("num_inference_steps", num_inference_steps),
-            ("num_images_per_prompt", num_images_per_prompt),
-        ):
+    def _check_options(
+        self, sizes: dict[str, int], counts: dict[str, int], guidance_scale: float, output_type: str
+    ) -> None:
+        for name, size in sizes.items():
+            if size <= 0 or size % self._patch:
+                raise ConfigError(f"{name} is {size}; use a positive multiple of {self._patch}")
+        for name, number in counts.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"{name} is {number!r}; use a whole number of at least 1")
         if not math.isfinite(guidance_scale) or guidance_scale < 0:
             raise ConfigError(f"guidance_scale is {guidance_scale}; use a number of at least 0 (up to 1: no guidance)")
         if output_type not in OUTPUT_TYPES:
             raise ConfigError(f"output_type is {output_type!r}; use one of {', '.join(OUTPUT_TYPES)}")
-        if (prompt is None) == (prompt_embeds is None):
-            raise ConfigError("pass prompt or prompt_embeds (with pooled_prompt_embeds), one of the two")
-        if negative_prompt is not None and negative_prompt_embeds is not None:
-            raise ConfigError("pass negative_prompt or negative_prompt_embeds, not both")
-        for name, captions in (("prompt", prompt), ("negative_prompt", negative_prompt)):
-            if captions is None or isinstance(captions, str):
-                continue
-            if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
-                raise ConfigError(f"{name} is {captions!r}; use a string or a list of at least one string")
-        given = prompt if prompt_embeds is None else prompt_embeds
-        count = 1 if given is None or isinstance(given, str) else len(given)
-        negatives = negative_prompt if negative_prompt_embeds is None else negative_prompt_embeds
-        if negatives is not None and not isinstance(negatives, str) and len(negatives) != count:
-            raise ConfigError(f"{len(negatives)} negative prompts for {count} prompts; pass one, or one per prompt")
-        return count
 
     @torch.no_grad()
     def __call__(
         self,
-        prompt: str | list[str] | None = None,
-        negative_prompt: str | list[str] | None = None,
+        prompt: Prompts = None,
+        negative_prompt: Prompts = None,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 30,
@@ -361,18 +305,10 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         height, width = (self.config.sample_size if size is None else size for size in (height, width))
         steps = num_inference_steps if sigmas is None else len(sigmas)
-        embeds = (prompt_embeds, pooled_prompt_embeds, negative_prompt_embeds, negative_pooled_prompt_embeds)
-        count = self.check_inputs(
-            prompt,
-            negative_prompt,
-            height,
-            width,
-            steps,
-            guidance_scale,
-            num_images_per_prompt,
-            output_type,
-            *embeds,
-        )
+        embeds: Embeds = (prompt_embeds, pooled_prompt_embeds, negative_prompt_embeds, negative_pooled_prompt_embeds)
+        counts = {"num_inference_steps": steps, "num_images_per_prompt": num_images_per_prompt}
+        self._check_options({"height": height, "width": width}, counts, guidance_scale, output_type)
+        count = _count_prompts(prompt, negative_prompt, embeds)
         on_step_end = self._wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
         _check_scheduler(self.scheduler)
         self._guidance_scale, self._interrupt = float(guidance_scale), False
@@ -383,8 +319,8 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
             negatives = negative_prompt if isinstance(negative_prompt, list) else [negative_prompt or ""] * count
             states, pooled = self.encode_prompt(negatives, num_images_per_prompt, device, *embeds[2:])
             tensors |= {"negative_prompt_embeds": states, "negative_pooled_prompt_embeds": pooled}
-        size = (height, width)
-        tensors["latents"] = self.prepare_latents(count * num_images_per_prompt, size, device, generator, latents)
+        total = count * num_images_per_prompt
+        tensors["latents"] = self.prepare_latents(total, (height, width), device, generator, latents)
         timesteps = self.prepare_timesteps(steps, sigmas, tensors["latents"].shape[1], device)
         self._num_timesteps = len(timesteps)
         ids = position_ids(height, width, self._patch, device)
@@ -395,6 +331,32 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
             images = self.image_processor.postprocess(images, output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+
+def _count_prompts(prompt: Prompts, negative_prompt: Prompts, embeds: Embeds) -> int:
+    """The number of prompts; raises a ConfigError for prompts and embeds that do not fit together."""
+    for prefix, texts, states, pooled in (("", prompt, *embeds[:2]), ("negative_", negative_prompt, *embeds[2:])):
+        names = f"{prefix}prompt_embeds and {prefix}pooled_prompt_embeds"
+        if (states is None) != (pooled is None):
+            raise ConfigError(f"{names} belong together: pass both (encode_prompt returns them)")
+        if states is not None and pooled is not None and len(states) != len(pooled):
+            raise ConfigError(f"{names} have {len(states)} and {len(pooled)} rows; they need the same number")
+        if texts is None and states is None and not prefix:
+            raise ConfigError("pass prompt or prompt_embeds (with pooled_prompt_embeds), one of the two")
+        if texts is not None and states is not None:
+            raise ConfigError(f"pass {prefix}prompt or {prefix}prompt_embeds, not both")
+        if texts is None or isinstance(texts, str):
+            continue
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{prefix}prompt is {texts!r}; use a string or a list of at least one string")
+    given, negatives = (
+        (prompt if embeds[0] is None else embeds[0]),
+        (negative_prompt if embeds[2] is None else embeds[2]),
+    )
+    count = 1 if given is None or isinstance(given, str) else len(given)
+    if negatives is not None and not isinstance(negatives, str) and len(negatives) != count:
+        raise ConfigError(f"{len(negatives)} negative prompts for {count} prompts; pass one, or one per prompt")
+    return count
 
 
 def _check_scheduler(scheduler: Any) -> None:
