@@ -6,8 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.grid import Grid
-from holdover.policies.base import FIRST, NOTHING_HELD, schedule
-from holdover.policies.static import ADDED, ASKED, BETWEEN, SCHEDULED, AlwaysCompute, Scheduled
+from holdover.policies.base import (
+    ADDED,
+    ALWAYS,
+    BETWEEN,
+    FIRST,
+    NOTHING_HELD,
+    SCHEDULED,
+    AlwaysCompute,
+    Scheduled,
+    schedule,
+)
 
 relaxed = settings(deadline=None)
 
@@ -17,7 +26,7 @@ relaxed = settings(deadline=None)
 def test_every_step_that_runs_is_computed(first: int, length: int, after: int, needs_signal: bool) -> None:
     grid = Grid(first + length + after, first=first, last=first + length - 1)
     decisions = schedule(AlwaysCompute(needs_signal), grid)
-    assert decisions == [ASKED] * length
+    assert decisions == [ALWAYS] * length
     assert all(decision.compute for decision in decisions)
 
 

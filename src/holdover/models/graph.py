@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,10 +66,7 @@ class Stack:
     @cached_property
     def lists(self) -> dict[str, int]:
         """The number of block calls per list."""
-        counts: dict[str, int] = {}
-        for call in self.calls:
-            counts[call.blocks] = counts.get(call.blocks, 0) + 1
-        return counts
+        return dict(Counter(call.blocks for call in self.calls))
 
     @property
     def group_count(self) -> int:

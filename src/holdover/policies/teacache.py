@@ -23,10 +23,10 @@ _SAMPLES = 1000
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A rescaling polynomial, highest power first, used only where it can be trusted.
+    """A rescaling polynomial, highest power first.
 
     The argument is clamped to `low..high`, the range it was fitted on, and the value to at least 0. Published
-    polynomials come without their range: `trusted` finds where they turn down towards nonsense.
+    polynomials come without their range: `trusted` finds where they turn down and are no longer meaningful.
     """
 
     coefficients: tuple[float, ...]
@@ -35,7 +35,7 @@ class Polynomial:
 
     def __call__(self, change: float) -> float:
         if math.isnan(change):
-            return math.inf  # nobody knows how much has changed: compute
+            return math.inf  # the change is unknown: compute
         return max(0.0, self.raw(min(max(change, self.low), self.high)))
 
     def raw(self, x: float) -> float:

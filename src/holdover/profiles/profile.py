@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ SUFFIX = ".safetensors"
 _ENTRY = "holdover"
 
 Scalar = str | int | float | bool | None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,7 @@ class TeaCacheProfile(MethodProfile):
 
     def fit(self, branch: str) -> TeaCacheFit:
         """The fit of this branch, else of any branch, of the conditional branch, or the first one."""
-        fits = dict(self.fits)
-        return fits[_nearest_branch(branch, fits)]
+        return _get_branch(self.fits, branch)
 
 
 @dataclass(frozen=True)
@@ -143,21 +143,18 @@ class MagCacheProfile(MethodProfile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = self.num_inference_steps
-        _require(len(self.branches) > 0, f"profile {self.name!r} has no branches")
+        steps, where = self.num_inference_steps, f"profile {self.name!r}"
+        _require(len(self.branches) > 0, f"{where} has no branches")
         for branch, values in self.branches:
             count = len(values.ratios)
-            _require(count == steps, f"profile {self.name!r}, branch {branch!r}: {count} ratios for {steps} steps")
+            _require(count == steps, f"{where}, branch {branch!r}: {count} ratios for {steps} steps")
         _finite("noise", self.noise)
-        count = len(self.noise)
-        _require(count in (0, steps), f"profile {self.name!r}: {count} noise levels for {steps} steps")
-        is_inside = all(0 <= step < steps for step in self.never_hold)
-        _require(is_inside, f"profile {self.name!r}: never_hold is outside its {steps} steps")
+        _require(len(self.noise) in (0, steps), f"{where}: {len(self.noise)} noise levels for {steps} steps")
+        _require(set(self.never_hold) <= set(range(steps)), f"{where}: never_hold is outside its {steps} steps")
 
     def branch(self, name: str) -> MagCacheRatios:
         """The ratios of this branch, else of any branch, of the conditional branch, or the first ones."""
-        branches = dict(self.branches)
-        return branches[_nearest_branch(name, branches)]
+        return _get_branch(self.branches, name)
 
     def ratios(self, branch: str) -> tuple[float, ...]:
         """The ratios of `branch(branch)`, one per step."""
@@ -338,10 +335,9 @@ class Profile:
             raise ProfileError(f"{where} lacks the array {error}.") from None
 
 
-def _nearest_branch(name: str, known: Iterable[str]) -> str:
-    """The branch whose constants are used for branch `name`."""
-    known = list(known)
-    return next((candidate for candidate in (name, "", "cond") if candidate in known), known[0])
+def _get_branch(branches: tuple[tuple[str, T], ...], name: str) -> T:
+    known = dict(branches)
+    return next((known[candidate] for candidate in (name, "", "cond") if candidate in known), branches[0][1])
 
 
 def _is_square(array: NDArray[np.float64], size: int) -> bool:
