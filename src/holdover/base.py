@@ -131,7 +131,7 @@ class CacheBackend(ABC, Generic[ConfigT]):
         raise NotImplementedError(f"{type(self).__name__} keeps no statistics.")
 
     def reports(self) -> Mapping[str, object]:
-        """The replay check of each transformer that has run: where its blocks are cut, and how exact a hold is."""
+        """The replay check of each transformer that has run: its stack, and how exact a hold is."""
         raise NotImplementedError(f"{type(self).__name__} does not check transformers.")
 
     def using(self, **settings: Any) -> AbstractContextManager[None]:

@@ -39,8 +39,9 @@ class CacheContext:
                 batches = f"hidden_states has batch {hidden.shape[0]} and encoder_hidden_states {encoder.shape[0]}"
                 raise ValueError(f"CacheContext.{batches}.")
         if self.extra_states is not None and not isinstance(self.extra_states, dict):
-            kind = type(self.extra_states).__name__
-            raise TypeError(f"CacheContext.extra_states must be a dict or None, not {kind}.")
+            raise TypeError(
+                f"CacheContext.extra_states must be a dict or None, not {type(self.extra_states).__name__}."
+            )
         _check_callable("run_transformer_blocks", self.run_transformer_blocks)
         _check_callable("postprocess", self.postprocess, hidden)
 

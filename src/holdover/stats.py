@@ -18,10 +18,6 @@ class StepRecord:
     reason: str
     clock: Callable[[], float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the time."""
-        return {name: getattr(self, name) for name in ("transformer", "branch", "step", "computed", "reason")}
-
 
 @dataclass
 class GenerationStats:
@@ -74,6 +70,7 @@ class GenerationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        names = ("transformer", "branch", "step", "computed", "reason")
         return {
             "method": self.method,
             "settings": self.settings,
@@ -84,7 +81,7 @@ class GenerationStats:
             "seconds_held": self.seconds(False),
             "peak_bytes": self.peak_bytes,
             "finished": self.finished,
-            "decisions": [f.as_dict() for f in self.forwards],
+            "decisions": [{name: getattr(f, name) for name in names} for f in self.forwards],
         }
 
     def __str__(self) -> str:
@@ -160,9 +157,10 @@ class Stats:
 class Ledger:
     """Collects the statistics of an engine: the newest generations in full, older ones as totals."""
 
-    def __init__(self, method: str, keep: int = 32) -> None:
+    KEPT = 32
+
+    def __init__(self, method: str) -> None:
         self._stats = Stats(method, [])
-        self._keep = keep
 
     def open(self, generation: GenerationStats) -> None:
         """Add a generation that starts now; drop the last one if it never ran a forward."""
@@ -170,7 +168,7 @@ class Ledger:
         if generations and not generations[-1].forwards:
             generations.pop()
         generations.append(generation)
-        if len(generations) > self._keep:
+        if len(generations) > self.KEPT:
             oldest = generations.pop(0)
             self._stats.dropped += 1
             self._stats.dropped_computed += oldest.computed_total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from .errors import HoldoverError, did_you_mean
@@ -59,7 +59,7 @@ def _list_profiles(what: str, names: tuple[str, ...]) -> str:
 
 @cache
 def _load_table() -> Any:
-    return json.loads(resources.files("holdover.models").joinpath("support.json").read_text())
+    return json.loads(Path(__file__).with_name("models").joinpath("support.json").read_text())
 
 
 def supported() -> tuple[Support, ...]:

@@ -75,7 +75,7 @@ def test_a_step_added_while_it_runs_is_computed_and_says_so() -> None:
 
 
 def test_a_scheduled_step_is_computed_where_nothing_is_held() -> None:
-    """What was held does not fit any more: the runtime has set the anchor to None."""
+    """What was held does not fit any more: the engine has set the anchor to None."""
     policy = Scheduled(frozenset({0, 6}))
     state = policy.start()
     policy.decide(0, None, state)

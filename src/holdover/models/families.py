@@ -14,7 +14,7 @@ from torch import nn
 
 from ..grid import Grid
 from .inputs import unwrap_module
-from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal
+from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal, TimeSignal
 
 # Signals read at the first block of the stack: the input of its attention, as the block itself computes it.
 
@@ -40,16 +40,16 @@ def modulate_flux2(block: Any, arguments: Arguments) -> torch.Tensor:
 
 def modulate_qwen(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's modulated image stream; tokens of an image to edit may have a modulation of their own."""
-    first, _ = block.img_mod(arguments["temb"]).chunk(2, dim=-1)
+    modulation = block.img_mod(arguments["temb"]).chunk(2, dim=-1)[0]
     normed = block.img_norm1(arguments["hidden_states"])
-    return block._modulate(normed, first, arguments.get("modulate_index"))[0]
+    return block._modulate(normed, modulation, arguments.get("modulate_index"))[0]
 
 
 def modulate_qwen21(block: Any, arguments: Arguments) -> torch.Tensor:
     """The same for Qwen-Image 2.1: text and images are one sequence, and all blocks share one modulation."""
-    first, _ = arguments["modulation"].chunk(2, dim=-1)
+    modulation = arguments["modulation"].chunk(2, dim=-1)[0]
     normed = block.img_norm1(arguments["hidden_states"])
-    return block._modulate(normed, first, arguments.get("target_token_mask"))[0]
+    return block._modulate(normed, modulation, arguments.get("target_token_mask"))[0]
 
 
 def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -204,6 +204,10 @@ def _modulated(of_block: BlockSignal) -> tuple[Signal, ...]:
     return (Signal("modulated", of_block),)
 
 
+def _timed(of_time: TimeSignal) -> tuple[Signal, ...]:
+    return (Signal("time", of_time=of_time),)
+
+
 INPUT = (INPUT_SIGNAL,)
 FLUX = _modulated(modulate_flux)
 LUMINA = _modulated(modulate_lumina)
@@ -224,20 +228,14 @@ FAMILIES = (
     Family("FLUX.2", ("Flux2Transformer2DModel",), _modulated(modulate_flux2), must_compute=check_cache_mode),
     Family("Qwen-Image", ("QwenImageTransformer2DModel",), _modulated(modulate_qwen)),
     Family(
-        "Qwen-Image 2.1",
-        ("QwenImage21Transformer2DModel",),
-        _modulated(modulate_qwen21),
-        must_compute=check_cache_mode,
+        "Qwen-Image 2.1", ("QwenImage21Transformer2DModel",), _modulated(modulate_qwen21), must_compute=check_cache_mode
     ),
-    Family(
-        "HiDream-I1",
-        ("HiDreamImageTransformer2DModel",),
-        (Signal("time", of_time=embed_hidream_time), INPUT_SIGNAL),  # `input` is for the distilled models
-    ),
+    # HiDream's distilled models use the signal `input`
+    Family("HiDream-I1", ("HiDreamImageTransformer2DModel",), (*_timed(embed_hidream_time), INPUT_SIGNAL)),
     Family(
         "Lumina-Image 2.0",
         ("Lumina2Transformer2DModel",),
-        (*LUMINA, Signal("time", of_time=embed_lumina_time)),
+        (*LUMINA, *_timed(embed_lumina_time)),
         head="layers",
         time_runs_up=True,
     ),
@@ -279,11 +277,7 @@ FAMILIES = (
         ("HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"),
         _modulated(modulate_hunyuan_video),
     ),
-    Family(
-        "CogVideoX",
-        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
-        (Signal("time", of_time=embed_cogvideox_time),),
-    ),
+    Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"), _timed(embed_cogvideox_time)),
     Family("LTX-Video", ("LTXVideoTransformer3DModel",), _modulated(modulate_ltx)),
     Family(
         "Mochi",

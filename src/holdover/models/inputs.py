@@ -52,7 +52,8 @@ class ForwardSignature:
     """The parameters of one transformer's forward; inspected once, so that no step of the loop has to."""
 
     def __init__(self, transformer: nn.Module, conditioning: Sequence[str] = ()) -> None:
-        self.names = get_parameter_names(type(transformer))
+        cls: Any = type(transformer)  # mypy does not take a module class for hashable
+        self.names = get_parameter_names(cls)
         self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
         self._conditioning = tuple(conditioning) or tuple(
             name

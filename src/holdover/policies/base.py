@@ -45,15 +45,12 @@ class Policy(Protocol):
     @property
     def needs_signal(self) -> bool:
         """Whether `decide` must be given how much the signal changed."""
-        ...
 
     def start(self) -> Any:
         """A fresh state for one branch of one generation."""
-        ...
 
     def decide(self, step: int, signal: float | None, state: Any) -> Decision:
         """Compute or hold `step`, given the change of the signal since this branch's last step."""
-        ...
 
 
 def schedule(policy: Policy, grid: Grid) -> list[Decision]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -32,17 +31,13 @@ _ABSENT = object()
 def shipped(method: TeaCacheName) -> tuple[TeaCacheProfile, ...]: ...
 @overload
 def shipped(method: MagCacheName) -> tuple[MagCacheProfile, ...]: ...
+@cache
 def shipped(method: MethodName) -> tuple[MethodProfile, ...]:
     """The shipped profiles of one method; of several for one class, the first is the default."""
     if method not in _FILES:
         raise ProfileError(f"There are no profiles for method {method!r}.{did_you_mean(method, _FILES)}")
-    return _shipped(method)
-
-
-@cache
-def _shipped(method: str) -> tuple[MethodProfile, ...]:
     name = _FILES[method]
-    values = parse_json(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"), name)
+    values = parse_json(Path(__file__).with_name(name).read_text(encoding="utf-8"), name)
     entries = _check_head(values, f"{FORMAT}s", method, name)["profiles"]
     return tuple(decode(_KINDS[method], entry, f"{name}[{i}]") for i, entry in enumerate(entries))
 
@@ -50,12 +45,7 @@ def _shipped(method: str) -> tuple[MethodProfile, ...]:
 @cache
 def measured() -> tuple[Profile, ...]:
     """The shipped profiles that `holdover.calibrate` measured, sorted by name."""
-    files = [f for f in resources.files(__package__).iterdir() if f.name.endswith(SUFFIX)]
-    loaded = []
-    for file in files:
-        with resources.as_file(file) as path:
-            loaded.append(Profile.load(path))
-    return tuple(sorted(loaded, key=lambda profile: profile.name))
+    return tuple(sorted(map(Profile.load, Path(__file__).parent.glob(f"*{SUFFIX}")), key=lambda profile: profile.name))
 
 
 @overload
@@ -78,7 +68,8 @@ def find(
         return _from_measured(method, name, transformer, pipeline)
     if name is not None and name.endswith(".json"):
         return load(name, method)
-    profiles, entries = shipped(method), []
+    profiles: tuple[MethodProfile, ...] = shipped(method)
+    entries: list[MethodProfile] = []
     for cls in type(transformer).__mro__:  # the transformer's class, or the nearest base class that has profiles
         entries = entries or [profile for profile in profiles if profile.transformer_class == cls.__name__]
     if name is not None:
@@ -97,7 +88,8 @@ def _from_measured(method: MethodName, source: Profile | str, transformer: nn.Mo
     """The constants of this method in a measured profile; with two experts, those of this transformer."""
     facts = (source if isinstance(source, Profile) else Profile.load(source)).facts
     classes = {cls.__name__ for cls in type(transformer).__mro__}
-    of_class = {name: part for name, part in getattr(facts, method) if part.transformer_class in classes}
+    parts: tuple[tuple[str, MethodProfile], ...] = getattr(facts, method)
+    of_class = {name: part for name, part in parts if part.transformer_class in classes}
     own = next((part for name, part in of_class.items() if getattr(pipeline, name, None) is transformer), None)
     if of_class:
         return own or next(iter(of_class.values()))
