@@ -125,7 +125,7 @@ def test_perturbed_passes_are_branches_of_their_own():
             model(**with_timestep(tiny, plain, 1 - i / 4))
             model(**with_timestep(tiny, inputs, 1 - i / 4))
         assert cache.stats().last.branches == ("1", "2")
-        assert len(cache.engine.transformers[0].paths) == 2
+        assert len(cache._engine.transformers[0].paths) == 2
 
 
 def test_check_reports_and_leaves_the_model_alone():
@@ -141,7 +141,8 @@ def test_check_reports_and_leaves_the_model_alone():
     assert {name for name, _ in report.streams} >= {"transformer_blocks.hidden_states"}
     assert "FluxTransformer2DModel replays" in str(report)
     assert len(report.outputs) == 1
-    assert report.unread == ()
+    assert report.unread == ("transformer_blocks.encoder_hidden_states",)
+    assert "nothing reads it after the blocks: transformer_blocks.encoder_hidden_states" in str(report)
 
 
 def test_check_says_when_a_model_does_not_replay():

@@ -225,7 +225,9 @@ class Trace:
                 if segment is None:
                     segment = len(segments)
                     group = groups.setdefault((call.blocks, slot, call.outputs[slot]), len(groups))
-                    segments.append(Segment(call.blocks, _get_stream_name(call, key), group))
+                    names = get_parameter_names(call.block_class)
+                    name = key if isinstance(key, str) else names[key] if key < len(names) else f"arg{key}"
+                    segments.append(Segment(call.blocks, name, group))
                     last_calls.append(number)
                 open_ends[number, slot] = segment
                 last_calls[segment] = number
@@ -283,9 +285,8 @@ def _match_by_shape(
 
 
 def _preserves_shape(slot: int, key: ArgumentKey, calls: Sequence[_TracedCall]) -> bool:
-    pairs = [(c.outputs[slot] if slot < len(c.outputs) else None, c.inputs.get(key)) for c in calls]
-    returned = [(output, given) for output, given in pairs if output is not None]
-    return bool(returned) and all(output == given for output, given in returned)
+    returned = [call for call in calls if slot < len(call.outputs) and call.outputs[slot] is not None]
+    return bool(returned) and all(call.outputs[slot] == call.inputs.get(key) for call in returned)
 
 
 def _measure_distances(
@@ -320,10 +321,3 @@ def _get_version(value: Any) -> object:
     if not isinstance(value, torch.Tensor):
         return None
     return float(value.double().sum()) if value.is_inference() else value._version
-
-
-def _get_stream_name(call: _TracedCall, key: ArgumentKey) -> str:
-    if isinstance(key, str):
-        return key
-    names = get_parameter_names(call.block_class)
-    return names[key] if key < len(names) else f"arg{key}"

@@ -15,12 +15,11 @@ from typing import ClassVar
 import numpy as np
 
 from ..grid import Grid
-from .base import NOTHING_HELD, OFF, Decision, PolicyState
+from .base import NOTHING_HELD, OFF, RETAINED, Decision, PolicyState
 
 HELD = Decision(False, "magnitude error is within the threshold")
 ERROR = Decision(True, "magnitude error passed the threshold")
 LONGEST = Decision(True, "as many steps held in a row as allowed")
-RETAINED = Decision(True, "one of the first steps, always computed")
 KEPT = Decision(True, "a step this model never holds")
 BEYOND = Decision(True, "more steps than were announced")
 

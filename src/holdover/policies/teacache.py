@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..grid import Grid
-from .base import FIRST, LAST, NOTHING_HELD, OFF, Decision, PolicyState
+from .base import FIRST, LAST, NOTHING_HELD, OFF, RETAINED, Decision, PolicyState
 
 HELD = Decision(False, "signal has changed little")
 CHANGED = Decision(True, "signal has changed enough")
 UNKNOWN = Decision(True, "no change of the signal is known yet")
-RETAINED = Decision(True, "one of the first steps, always computed")
 _SAMPLES = 1000
 
 
