@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ..errors import ProfileError
-from .files import compute_digest, decode, encode, read_safetensors, write_file
+from .files import check_version, compute_digest, decode, encode, parse_json, write_file
 
 if TYPE_CHECKING:
     from pydantic_core.core_schema import CoreSchema
@@ -324,7 +325,18 @@ class Profile:
     def load(cls, path: str | PathLike[str]) -> Self:
         """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
         where = str(path)
-        head, arrays = read_safetensors(where, _ENTRY, FORMAT, VERSION)
+        try:
+            with safe_open(where, framework="numpy") as file:
+                head = parse_json((file.metadata() or {}).get(_ENTRY, "null"), f"The metadata of {where}")
+                is_ours = isinstance(head, dict) and head.get("format") == FORMAT
+                if not is_ours or not isinstance(head.get("facts"), dict):  # do not read its arrays
+                    raise ProfileError(f"{where} is a safetensors file, but not a holdover profile.")
+                check_version(head, VERSION, where)
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise ProfileError(f"No profile could be read from {where}: {error.strerror or error}.") from None
+        except SafetensorError as error:
+            raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
         facts = decode(ProfileFacts, head["facts"], where)
         if head.get("digest") != compute_digest(head["facts"], arrays):
             raise ProfileError(f"{where} is damaged: its contents do not match its digest. Calibrate again.")
