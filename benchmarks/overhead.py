@@ -136,8 +136,8 @@ def turn(case: Case, pipe: Any) -> dict[str, tuple[float, float]]:
         with holdover.enable(pipe, case.method, **case.settings | {case.threshold: threshold}) as cache:
             generation(pipe, case.call)  # traces and checks
             seconds, whole = generation(pipe, case.call)
-            visits = cache.stats().generations[-1].visits
-        wanted = [s for s, visit in zip(seconds, visits, strict=True) if visit.computed == (kind == "computed")]
+            forwards = cache.stats().generations[-1].forwards
+        wanted = [s for s, forward in zip(seconds, forwards, strict=True) if forward.computed == (kind == "computed")]
         times[kind] = _typical(wanted, whole * len(wanted) / len(seconds))
     with without_blocks(pipe.transformer):
         times["live"] = _typical(*generation(pipe, case.call))

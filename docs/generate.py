@@ -406,29 +406,28 @@ What the sources state or leave out, recorded when the constants were copied.
 """
 
 
-CLASS_HEAD = ("class", "block lists", "streams", "segments", "side outputs", "not run on held steps", "cache-dit")
+CLASS_HEAD = ("class", "block lists", "streams", "segments", "side outputs", "cache-dit")
 TEA_HEAD = ("profile", "model", "selected for", "signal", "computed at the start", "minimum", "thresholds", "source")
 MAG_HEAD = ("profile", "model", "selected for", "steps", "branches", "never held", "recommended", "source")
 
 
 def class_row(row: Support) -> Sequence[str]:
-    lists = row.cut.split(";")[0]
+    lists = row.stack.split(";")[0]
     cached = row.cache_dit or row.cache_dit_refusal.replace(f" {row.name}", "")
-    counts = str(len(row.streams)), str(row.segments), str(row.sides or "")
-    return f"`{row.name}`", lists, *counts, ", ".join(row.left_out), cached
+    counts = str(len(row.streams)), str(row.segments), str(row.side_outputs or "")
+    return f"`{row.name}`", lists, *counts, cached
 
 
 def verdict(rows: Sequence[Support]) -> str:
     """Number of classes that pass the replay check, and with which version of diffusers."""
     versions = {row.verified for row in rows if row.verified}
-    replay, lean = sum(bool(row.verified) for row in rows), sum(bool(row.left_out) for row in rows)
+    replay = sum(bool(row.verified) for row in rows)
     cached = sum(bool(row.cache_dit) for row in rows)
     return (
         f"Each class was built as a tiny model with random weights. With diffusers {', '.join(sorted(versions))}, a "
         f"held step reproduces a computed one on the same input (the replay check) for {replay} of {len(rows)} "
-        f"classes. For {lean} of them, modules that only feed blocks are not run on held steps; the output is "
-        f"bit-identical. With `cache_dit`, {cached} classes pass; the others are refused with the reason given in the "
-        "last column."
+        f"classes. With `cache_dit`, {cached} classes pass; the others are refused with the reason given in the last "
+        "column."
     )
 
 

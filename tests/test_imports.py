@@ -143,7 +143,7 @@ print(json.dumps({"base": base, "extra": extra, "changed": changed}))
 def test_importing_everything_costs_little_and_changes_nothing() -> None:
     """At most 20 % over torch and diffusers, in processor time, which a busy machine does not stretch much."""
     shares = []
-    for _ in range(3):  # the best of three; the first is nearly always enough
+    for _ in range(10):  # the first is nearly always enough; a busy machine may take a few
         found = json.loads(python("-c", MEASURE).stdout.splitlines()[-1])
         assert found["changed"] == []
         shares.append(found["extra"] / found["base"])

@@ -122,10 +122,10 @@ def test_controlnet_that_ends_during_a_generation():
     with torch.no_grad(), holdover.enable(model, "mag_cache", **MAG) as cache:
         for i in range(12):
             model(**with_timestep(tiny, inputs if i < 7 else without, 1 - i / 12))
-        visits = cache.stats().last.visits
-    assert visits[7].computed
-    assert "another shape" in visits[7].reason
-    assert not visits[8].computed
+        forwards = cache.stats().last.forwards
+    assert forwards[7].computed
+    assert "another shape" in forwards[7].reason
+    assert not forwards[8].computed
 
 
 def test_step_count_is_not_frozen_at_enable():
@@ -133,10 +133,10 @@ def test_step_count_is_not_frozen_at_enable():
     pipe = tiny.build()
     with holdover.enable(pipe, "mag_cache", num_inference_steps=28) as cache:
         run(pipe, **tiny.call(steps=50))
-        assert [v.step for v in cache.stats().last.visits] == list(range(50))
+        assert [v.step for v in cache.stats().last.forwards] == list(range(50))
         cache.refresh(pipe, 28)
         run(pipe, **tiny.call(steps=50))
-        assert [v.step for v in cache.stats().last.visits] == list(range(50))
+        assert [v.step for v in cache.stats().last.forwards] == list(range(50))
 
 
 def test_request_2_does_not_start_with_request_1s_residual():
@@ -145,7 +145,7 @@ def test_request_2_does_not_start_with_request_1s_residual():
     with holdover.enable(pipe, "mag_cache", **{**MAG, "mag_retention_ratio": 0.0}) as cache:
         run(pipe, **tiny.call(steps=12, seed=1))
         second = run(pipe, **tiny.call(steps=12, seed=2))
-        assert cache.stats().last.visits[0].computed
+        assert cache.stats().last.forwards[0].computed
     fresh = tiny.build()
     with holdover.enable(fresh, "mag_cache", **{**MAG, "mag_retention_ratio": 0.0}):
         assert torch.equal(second, run(fresh, **tiny.call(steps=12, seed=2)))

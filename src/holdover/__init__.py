@@ -60,43 +60,24 @@ __version__ = "0.1.0"
 # The public names by module. They are imported on first use, so that `import holdover` and the command line's help cost
 # nothing.
 _PUBLIC = {
-    "api": ("check", "disable", "enable"),
-    "base": ("CacheBackend", "DiffusionCacheConfig"),
-    "cache_dit_backend": ("CacheDiTBackend", "CacheDiTConfig"),
-    "context": ("CacheContext",),
-    "engine.parallel": ("Ranks",),
-    "errors": (
-        "ConfigError",
-        "EnableError",
-        "HoldoverError",
-        "HoldoverWarning",
-        "NotEnabledError",
-        "ProfileError",
-        "UnsupportedModelError",
-        "UntraceableError",
-    ),
-    "magcache": ("MagCacheBackend", "MagCacheConfig"),
-    "models.registry": (
-        "Family",
-        "Signal",
-        "register_extractor",
-        "register_family",
-        "unregister_extractor",
-        "unregister_family",
-    ),
-    "plan": ("PlanBackend", "PlanConfig", "calibrate", "polish", "tune"),
-    "profiles": ("Profile",),
-    "prompt_embed_cache": (
-        "PromptEmbedCache",
-        "install_prompt_embed_cache",
-        "resolve_prompt_embed_cache_config",
-        "uninstall_prompt_embed_cache",
-    ),
-    "selector": ("get_cache_backend",),
-    "teacache": ("TeaCacheBackend", "TeaCacheConfig", "apply_teacache_hook"),
-    "zoo": ("load",),
+    "api": "check disable enable",
+    "base": "CacheBackend DiffusionCacheConfig",
+    "cache_dit_backend": "CacheDiTBackend CacheDiTConfig",
+    "context": "CacheContext",
+    "engine.parallel": "Ranks",
+    "errors": "ConfigError EnableError HoldoverError HoldoverWarning NotEnabledError ProfileError "
+    "UnsupportedModelError UntraceableError",
+    "magcache": "MagCacheBackend MagCacheConfig",
+    "models.registry": "Family Signal register_extractor register_family unregister_extractor unregister_family",
+    "plan": "PlanBackend PlanConfig calibrate polish tune",
+    "profiles": "Profile",
+    "prompt_embed_cache": "PromptEmbedCache install_prompt_embed_cache resolve_prompt_embed_cache_config "
+    "uninstall_prompt_embed_cache",
+    "selector": "get_cache_backend",
+    "teacache": "TeaCacheBackend TeaCacheConfig apply_teacache_hook",
+    "zoo": "load",
 }
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 

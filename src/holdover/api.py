@@ -6,36 +6,27 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .base import CacheBackend
 from .config import Config
+from .engine.backend import EngineBackend, find_cache
+from .engine.backend import check as check
 from .errors import ConfigError, NotEnabledError
 from .selector import backend_class, backend_for_config, own_config
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
     from .engine.parallel import Ranks
-    from .engine.verify import ReplayReport
     from .magcache import MagCacheBackend, MagCacheConfig
     from .plan import PlanBackend, PlanConfig
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
 
 @overload
-def enable(pipe: Any, method: Literal["tea_cache"], /, **settings: Any) -> TeaCacheBackend: ...
+def enable(pipe: Any, method: Literal["tea_cache"] | TeaCacheConfig, /, **settings: Any) -> TeaCacheBackend: ...
 @overload
-def enable(pipe: Any, method: TeaCacheConfig, /, **settings: Any) -> TeaCacheBackend: ...
+def enable(pipe: Any, method: Literal["mag_cache"] | MagCacheConfig, /, **settings: Any) -> MagCacheBackend: ...
 @overload
-def enable(pipe: Any, method: Literal["mag_cache"], /, **settings: Any) -> MagCacheBackend: ...
+def enable(pipe: Any, method: Literal["cache_dit"] | CacheDiTConfig, /, **settings: Any) -> CacheDiTBackend: ...
 @overload
-def enable(pipe: Any, method: MagCacheConfig, /, **settings: Any) -> MagCacheBackend: ...
-@overload
-def enable(pipe: Any, method: Literal["cache_dit"], /, **settings: Any) -> CacheDiTBackend: ...
-@overload
-def enable(pipe: Any, method: CacheDiTConfig, /, **settings: Any) -> CacheDiTBackend: ...
-@overload
-def enable(pipe: Any, method: Literal["plan"], /, **settings: Any) -> PlanBackend: ...
-@overload
-def enable(pipe: Any, method: PlanConfig, /, **settings: Any) -> PlanBackend: ...
+def enable(pipe: Any, method: Literal["plan"] | PlanConfig, /, **settings: Any) -> PlanBackend: ...
 @overload
 def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
 def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **settings: Any) -> CacheBackend:
@@ -53,38 +44,18 @@ def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **
         raise ConfigError(f"A method is a name or a config, not {method!r}.")
     backend.enable(pipe)
     if ranks is not None:
-        _set_ranks(backend, ranks)
+        try:
+            if not isinstance(backend, EngineBackend):
+                raise ConfigError(f"{type(backend).__name__} does not run on several ranks: leave out ranks=.")
+            backend.set_ranks(ranks)
+        except ConfigError:
+            backend.disable()
+            raise
     return backend
-
-
-def _set_ranks(backend: CacheBackend, ranks: Ranks) -> None:
-    """Set the ranks of an enabled cache; if they are wrong, disable it again."""
-    from .engine.backend import EngineBackend
-
-    try:
-        if not isinstance(backend, EngineBackend):
-            raise ConfigError(f"{type(backend).__name__} does not run on several ranks: leave out ranks=.")
-        backend.set_ranks(ranks)
-    except ConfigError:
-        backend.disable()
-        raise
-
-
-def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
-    """Check whether a held step of this transformer reproduces a computed one on these inputs.
-
-    Runs one full forward and one forced hold on the same inputs and compares output and streams; the transformer is not
-    changed. `print(report)` shows where the blocks are cut.
-    """
-    from .engine.backend import check as check_replay
-
-    return check_replay(transformer, **inputs)
 
 
 def disable(target: Any) -> None:
     """Disable the cache that is enabled on a pipeline or a transformer."""
-    from .engine.backend import find_cache
-
     cache = find_cache(target)
     if cache is None:
         raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self
 
 from .config import Config, ConfigT, setting
@@ -132,7 +131,7 @@ class CacheBackend(ABC, Generic[ConfigT]):
         raise NotImplementedError(f"{type(self).__name__} keeps no statistics.")
 
     def reports(self) -> Mapping[str, object]:
-        """The replay check of each transformer that has run: where its blocks are cut, and how exact a hold is."""
+        """The replay check of each transformer that has run: its stack, and how exact a hold is."""
         raise NotImplementedError(f"{type(self).__name__} does not check transformers.")
 
     def using(self, **settings: Any) -> AbstractContextManager[None]:
@@ -152,8 +151,6 @@ class CacheBackend(ABC, Generic[ConfigT]):
             raise NotEnabledError("Enable the cache first: `with holdover.enable(pipe, ...) as cache:`.")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.enabled:
             self.disable()

@@ -85,11 +85,15 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def check_keys(cls, keys: Iterable[str]) -> None:
-        """Raise ConfigError for the first key that is not a setting."""
-        for key in keys:
-            if key not in cls.field_names():
-                raise unknown_key(key, cls)
+    def check_keys(cls, keys: Iterable[str], others: Iterable[type[Config]] = ()) -> None:
+        """Raise ConfigError for a key that is not a setting; names the method that has it, or the nearest valid key."""
+        known = cls.field_names()
+        for key in (key for key in keys if key not in known):
+            owner = next((other.method for other in others if other.method and key in other.field_names()), None)
+            if owner is not None:
+                raise ConfigError(f"{key!r} is a setting of {owner!r}, not of {cls.method or cls.__name__!r}.")
+            hint = did_you_mean(key, known) or f" Known settings: {', '.join(known)}."
+            raise ConfigError(f"{cls.__name__} has no setting {key!r}.{hint}")
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -113,15 +117,6 @@ class Config:
 
 
 ConfigT = TypeVar("ConfigT", bound=Config, default=Any)  # of a backend; a bare `CacheBackend` has any config
-
-
-def unknown_key(key: str, cls: type[Config], others: Iterable[type[Config]] = ()) -> ConfigError:
-    """The error for a key that `cls` does not have: names the method that has it, or the nearest valid key."""
-    owner = next((other for other in others if other.method and key in other.field_names()), None)
-    if owner is not None:
-        return ConfigError(f"{key!r} is a setting of {owner.method!r}, not of {cls.method or cls.__name__!r}.")
-    hint = did_you_mean(key, cls.field_names()) or f" Known settings: {', '.join(cls.field_names())}."
-    return ConfigError(f"{cls.__name__} has no setting {key!r}.{hint}")
 
 
 def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> Any:

@@ -30,36 +30,34 @@ class CacheContext:
 
     def validate(self) -> None:
         """Check types (TypeError), tensors (ValueError) and the signatures of the callables (RuntimeError)."""
+        hidden, encoder = self.hidden_states, self.encoder_hidden_states
         for name in ("modulated_input", "hidden_states", "temb"):
             _check_tensor(name, getattr(self, name))
-        if self.encoder_hidden_states is not None:
-            _check_tensor("encoder_hidden_states", self.encoder_hidden_states)
-            _check_same_batch(self.hidden_states, self.encoder_hidden_states)
+        if encoder is not None:
+            _check_tensor("encoder_hidden_states", encoder)
+            if hidden.ndim >= 3 and encoder.ndim >= 3 and hidden.shape[0] != encoder.shape[0]:
+                batches = f"hidden_states has batch {hidden.shape[0]} and encoder_hidden_states {encoder.shape[0]}"
+                raise ValueError(f"CacheContext.{batches}.")
         if self.extra_states is not None and not isinstance(self.extra_states, dict):
-            raise TypeError(f"CacheContext.extra_states must be a dict or None, not {_kind(self.extra_states)}.")
+            raise TypeError(
+                f"CacheContext.extra_states must be a dict or None, not {type(self.extra_states).__name__}."
+            )
         _check_callable("run_transformer_blocks", self.run_transformer_blocks)
-        _check_callable("postprocess", self.postprocess, self.hidden_states)
+        _check_callable("postprocess", self.postprocess, hidden)
 
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"CacheContext.{name} must be a torch.Tensor, not {_kind(value)}.")
+        raise TypeError(f"CacheContext.{name} must be a torch.Tensor, not {type(value).__name__}.")
     if value.numel() == 0:
         raise ValueError(f"CacheContext.{name} is empty (shape {tuple(value.shape)}).")
     if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(f"CacheContext.{name} must hold floating-point numbers, not {value.dtype}.")
 
 
-def _check_same_batch(hidden: torch.Tensor, encoder: torch.Tensor) -> None:
-    if hidden.ndim >= 3 and encoder.ndim >= 3 and hidden.shape[0] != encoder.shape[0]:
-        raise ValueError(
-            f"CacheContext.hidden_states has batch {hidden.shape[0]} and encoder_hidden_states {encoder.shape[0]}."
-        )
-
-
 def _check_callable(name: str, value: object, *arguments: object) -> None:
     if not callable(value):
-        raise TypeError(f"CacheContext.{name} must be callable, not {_kind(value)}.")
+        raise TypeError(f"CacheContext.{name} must be callable, not {type(value).__name__}.")
     try:
         inspect.signature(value).bind(*arguments)
     except TypeError as error:
@@ -67,7 +65,3 @@ def _check_callable(name: str, value: object, *arguments: object) -> None:
         raise RuntimeError(f"CacheContext.{name} must take {wanted}: {error}.") from None
     except ValueError:
         return  # a builtin without a readable signature
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

@@ -39,10 +39,6 @@ class Grid:
         """How many steps run."""
         return self.last - self.first + 1
 
-    def fraction(self, step: int) -> float:
-        """The position of `step` between the first step of the whole grid (0) and its last (1)."""
-        return step / (self.count - 1) if self.count > 1 else 0.0
-
     def between(self, first: int, last: int) -> Grid:
         """The same grid where only the steps `first` to `last` run."""
         return replace(self, first=first, last=last)

@@ -14,11 +14,9 @@ class Predictor(Protocol):
     @property
     def depth(self) -> int:
         """How many computed steps are remembered."""
-        ...
 
     def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
         """One weight for each anchor (computed steps, newest last), to predict `step`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import CacheBackend, DiffusionCacheConfig
-from .config import Config, unknown_key
+from .config import Config
 from .errors import ConfigError, did_you_mean
 
 # One line per method: its name, the module and the class of its backend.
@@ -55,9 +55,7 @@ def config_class(name: str) -> type[Config]:
 def own_config(name: str, settings: Mapping[str, Any]) -> Config:
     """Build a method's config from settings; the error for a key of another method names that method."""
     own = config_class(name)
-    for key in settings:
-        if key not in own.field_names():
-            raise unknown_key(key, own, [config_class(other) for other in BACKENDS])
+    own.check_keys(settings, others=map(config_class, BACKENDS))
     return own(**settings)
 
 

@@ -18,62 +18,59 @@ class StepRecord:
     reason: str
     clock: Callable[[], float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the time."""
-        return {name: getattr(self, name) for name in ("transformer", "branch", "step", "computed", "reason")}
-
 
 @dataclass
 class GenerationStats:
-    """One generation. `visits` has one record per forward; `steps` is None if the number of steps is unknown."""
+    """One generation. `forwards` has one record per forward; `steps` is None if the number of steps is unknown."""
 
     method: str
     settings: dict[str, Any]
     steps: int | None = None
-    visits: list[StepRecord] = field(default_factory=list)
+    forwards: list[StepRecord] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The branches in order of appearance; with two transformers, `transformer/branch`."""
-        several = len({v.transformer for v in self.visits}) > 1
-        return tuple(dict.fromkeys(f"{v.transformer}/{v.branch}" if several else v.branch for v in self.visits))
+        several = len({f.transformer for f in self.forwards}) > 1
+        return tuple(dict.fromkeys(f"{f.transformer}/{f.branch}" if several else f.branch for f in self.forwards))
 
     def of_branch(self, branch: str) -> list[StepRecord]:
         """The forwards of one branch, in order."""
-        return [v for v in self.visits if branch in (v.branch, f"{v.transformer}/{v.branch}")]
+        return [f for f in self.forwards if branch in (f.branch, f"{f.transformer}/{f.branch}")]
 
     @property
     def computed(self) -> dict[str, int]:
         """Number of computed steps by branch."""
-        return {b: sum(v.computed for v in self.of_branch(b)) for b in self.branches}
+        return {b: self.trace(b).count("C") for b in self.branches}
 
     @property
     def held(self) -> dict[str, int]:
         """Number of held steps by branch."""
-        return {b: sum(not v.computed for v in self.of_branch(b)) for b in self.branches}
+        return {b: self.trace(b).count("h") for b in self.branches}
 
     @property
     def computed_total(self) -> int:
         """Number of computed forwards of all branches."""
-        return sum(self.computed.values())
+        return sum(f.computed for f in self.forwards)
 
     @property
     def held_total(self) -> int:
         """Number of held forwards of all branches."""
-        return sum(self.held.values())
+        return len(self.forwards) - self.computed_total
 
     def seconds(self, computed: bool) -> float:
         """Total time of the computed or of the held forwards."""
-        return sum(v.clock() for v in self.visits if v.computed == computed)
+        return sum(f.clock() for f in self.forwards if f.computed == computed)
 
     def trace(self, branch: str) -> str:
         """One character per forward: `C` for computed, `h` for held."""
-        return "".join("C" if v.computed else "h" for v in self.of_branch(branch))
+        return "".join("C" if f.computed else "h" for f in self.of_branch(branch))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        names = ("transformer", "branch", "step", "computed", "reason")
         return {
             "method": self.method,
             "settings": self.settings,
@@ -84,7 +81,7 @@ class GenerationStats:
             "seconds_held": self.seconds(False),
             "peak_bytes": self.peak_bytes,
             "finished": self.finished,
-            "decisions": [v.as_dict() for v in self.visits],
+            "decisions": [{name: getattr(f, name) for name in names} for f in self.forwards],
         }
 
     def __str__(self) -> str:
@@ -160,17 +157,18 @@ class Stats:
 class Ledger:
     """Collects the statistics of an engine: the newest generations in full, older ones as totals."""
 
-    def __init__(self, method: str, keep: int = 32) -> None:
+    KEPT = 32
+
+    def __init__(self, method: str) -> None:
         self._stats = Stats(method, [])
-        self._keep = keep
 
     def open(self, generation: GenerationStats) -> None:
         """Add a generation that starts now; drop the last one if it never ran a forward."""
         generations = self._stats.generations
-        if generations and not generations[-1].visits:
+        if generations and not generations[-1].forwards:
             generations.pop()
         generations.append(generation)
-        if len(generations) > self._keep:
+        if len(generations) > self.KEPT:
             oldest = generations.pop(0)
             self._stats.dropped += 1
             self._stats.dropped_computed += oldest.computed_total
@@ -178,7 +176,7 @@ class Ledger:
 
     def snapshot(self, notes: Iterable[str] = ()) -> Stats:
         """The statistics up to now."""
-        return replace(self._stats, generations=[g for g in self._stats.generations if g.visits], notes=tuple(notes))
+        return replace(self._stats, generations=[g for g in self._stats.generations if g.forwards], notes=tuple(notes))
 
 
 def _bytes(count: int) -> str:

@@ -1,15 +1,15 @@
-"""The supported transformers: where the blocks of each are cut, what its family declares, which constants ship."""
+"""The supported transformers: the stack of blocks of each, what its family declares, which constants ship."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from .errors import HoldoverError, did_you_mean
-from .models.registry import Family, handle_all_steps, list_families
+from .models.registry import DEFAULT_FAMILY, Family, handle_all_steps, list_families
 from .profiles import shipped
 
 
@@ -18,11 +18,10 @@ class Support:
     """How one transformer class of diffusers is supported."""
 
     name: str
-    cut: str
+    stack: str
     streams: tuple[str, ...]
     segments: int
-    sides: int
-    left_out: tuple[str, ...]
+    side_outputs: int
     signals: tuple[str, ...]
     coefficients: tuple[str, ...]
     ratios: tuple[str, ...]
@@ -32,24 +31,21 @@ class Support:
     cache_dit_refusal: str
 
     def explain(self) -> str:
-        """A description in words: where the blocks are cut and why, signals and constants."""
-        lines = [self.name, f"  cut       {self.cut}"]
-        lines += [f"  stream    {stream}" for stream in self.streams]
-        if self.segments <= len(self.streams):
-            reason = "one for each stream: nothing changes it between the blocks"
-        else:
+        """A description in words: the stack, its streams and segments, signals and constants."""
+        reason = "one for each stream: nothing changes it between the blocks"
+        if self.segments > len(self.streams):
             reason = (
                 "more than streams: the model changes a stream between blocks, which is computed on a held step too"
             )
+        lines = [self.name, f"  stack     {self.stack}", *(f"  stream    {stream}" for stream in self.streams)]
         lines.append(f"  segments  {self.segments}, {reason}")
-        if self.sides:
-            lines.append(
-                f"  sides     {self.sides} outputs are not passed on to later blocks; a held step repeats the last one"
-            )
-        if self.left_out:
-            lines.append(f"  left out  {', '.join(self.left_out)}: they only feed blocks and do not run on a held step")
-        lines.append(f"  TeaCache  signal {', '.join(self.signals)}; {_named('coefficients', self.coefficients)}")
-        lines.append(f"  MagCache  {_named('ratios', self.ratios)}")
+        if self.side_outputs:
+            passed = "outputs are not passed on to later blocks; a held step repeats the last one"
+            lines.append(f"  sides     {self.side_outputs} {passed}")
+        lines.append(
+            f"  TeaCache  signal {', '.join(self.signals)}; {_list_profiles('coefficients', self.coefficients)}"
+        )
+        lines.append(f"  MagCache  {_list_profiles('ratios', self.ratios)}")
         lines.append(f"  cache-dit {self.cache_dit or f'refused: {self.cache_dit_refusal}'}")
         if self.notes:
             lines.append(f"  declared  {self.notes}")
@@ -57,50 +53,42 @@ class Support:
         return "\n".join(lines)
 
 
-def _named(what: str, names: tuple[str, ...]) -> str:
+def _list_profiles(what: str, names: tuple[str, ...]) -> str:
     return f"{what} of {', '.join(names)}" if names else f"no {what} ship: measure them"
 
 
 @cache
-def _measured() -> dict[str, Any]:
-    text = resources.files("holdover.models").joinpath("support.json").read_text()
-    table: dict[str, Any] = json.loads(text)
-    return table
+def _load_table() -> Any:
+    return json.loads(Path(__file__).with_name("models").joinpath("support.json").read_text())
 
 
 def supported() -> tuple[Support, ...]:
     """Every tested transformer class, in alphabetical order."""
-    return tuple(_row(name) for name in sorted(_measured()["classes"]))
+    return tuple(support_of(name) for name in sorted(_load_table()["classes"]))
 
 
 def support_of(name: str) -> Support:
     """How one class is supported; the error for an unlisted class says how to check it."""
-    known = _measured()["classes"]
-    if name in known:
-        return _row(name)
-    raise HoldoverError(
-        f"{name} is not in the table.{did_you_mean(name, known)} A class that is not listed is traced all the same: "
-        "holdover.check(transformer, **inputs) shows the result."
-    )
-
-
-def _row(name: str) -> Support:
-    measured, family = _measured()["classes"][name], list_families().get(name)
-    signals = tuple(s.name for s in family.signals) if family is not None else ()
+    known = _load_table()["classes"]
+    if name not in known:
+        raise HoldoverError(
+            f"{name} is not in the table.{did_you_mean(name, known)} A class that is not listed is traced all the "
+            "same: holdover.check(transformer, **inputs) shows the result."
+        )
+    row, family = known[name], list_families().get(name, DEFAULT_FAMILY)
     return Support(
         name=name,
-        cut=measured["cut"],
-        streams=tuple(measured["streams"]),
-        segments=measured.get("segments", 1),
-        sides=measured.get("sides", 0),
-        left_out=tuple(measured.get("left_out", ())),
-        signals=signals or ("input",),
+        stack=row["stack"],
+        streams=tuple(row["streams"]),
+        segments=row.get("segments", 1),
+        side_outputs=row.get("side_outputs", 0),
+        signals=tuple(s.name for s in family.signals) or ("input",),
         coefficients=tuple(p.name for p in shipped("tea_cache") if p.transformer_class == name),
         ratios=tuple(p.name for p in shipped("mag_cache") if p.transformer_class == name),
-        verified=_measured()["diffusers"] if measured["replays"] else "",
-        notes=declared(family) if family is not None else "",
-        cache_dit=measured["cache_dit"].get("lists", ""),
-        cache_dit_refusal=measured["cache_dit"].get("refused", ""),
+        verified=_load_table()["diffusers"] if row["replays"] else "",
+        notes=declared(family),
+        cache_dit=row["cache_dit"].get("lists", ""),
+        cache_dit_refusal=row["cache_dit"].get("refused", ""),
     )
 
 

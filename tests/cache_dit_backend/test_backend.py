@@ -69,7 +69,7 @@ def test_threshold_zero_is_the_plain_pipeline(name: str, blocks: tuple[int, int]
     with holdover.enable(pipe, "cache_dit", residual_diff_threshold=0.0, **settings) as cache:
         assert torch.equal(run(pipe, **tiny.call(steps=6)), plain)
         assert cache.stats().held == 0
-        reasons = {visit.reason for visit in cache.stats().last.visits}
+        reasons = {forward.reason for forward in cache.stats().last.forwards}
     assert "threshold is 0" in reasons
 
 
@@ -260,7 +260,7 @@ def test_another_batch_during_a_run_is_computed_not_broadcast(settings: dict) ->
                     output = first(model(**(two if step < 3 else one)))
                 if step == 3:
                     assert torch.equal(output, expected)
-            assert cache.stats().last.visits[3].reason == "the inputs have another shape, dtype or device"
+            assert cache.stats().last.forwards[3].reason == "the inputs have another shape, dtype or device"
 
 
 def test_lists_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,10 +285,10 @@ def test_lists_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(differences_seen) == 2
         with cache.using(residual_diff_threshold=sum(differences_seen) / 2):
             two_steps()
-            visit = cache.stats().last.visits[1]
-    assert not visit.computed
-    assert visit.reason.startswith("the first blocks changed little, in ")
-    assert visit.reason.endswith("_blocks only")
+            forward = cache.stats().last.forwards[1]
+    assert not forward.computed
+    assert forward.reason.startswith("the first blocks changed little, in ")
+    assert forward.reason.endswith("_blocks only")
 
 
 # Enabling and disabling

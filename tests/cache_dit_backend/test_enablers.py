@@ -77,8 +77,8 @@ def test_settings_that_an_adapter_changes_for_one_list() -> None:
     modifiers = [ParamsModifier(cache_config=DBCacheConfig().reset(max_warmup_steps=n)) for n in (1, 4)]
     enable_cache_for_dit(pipe, MUCH, flux_lists(pipe, params_modifiers=modifiers))
     run(pipe, **FLUX.call(steps=6))
-    visits = find_cache(pipe).stats().last.visits
-    assert [visit.reason.endswith("in transformer_blocks only") for visit in visits] == [
+    forwards = find_cache(pipe).stats().last.forwards
+    assert [forward.reason.endswith("in transformer_blocks only") for forward in forwards] == [
         False,
         True,
         True,

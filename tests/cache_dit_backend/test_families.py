@@ -79,12 +79,12 @@ def test_bagel_holds_denoising_and_never_what_writes_keys() -> None:
     before = snapshot(pipe.transformer)
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = list(bagel(pipe))
-        visits = [visit for generation in cache.stats().generations for visit in generation.visits]
+        forwards = [forward for generation in cache.stats().generations for forward in generation.forwards]
         assert cache.reports()["transformer"].max_error < 1e-5
-    held = [visit for visit in visits if not visit.computed]
-    assert {visit.branch for visit in held} == {"cond", "uncond"}
+    held = [forward for forward in forwards if not forward.computed]
+    assert {forward.branch for forward in held} == {"cond", "uncond"}
     assert len(held) == 2 * 6
-    writing = [visit for visit in visits if "never held" in visit.reason]
+    writing = [forward for forward in forwards if "never held" in forward.reason]
     assert len(writing) == 2 + 16
     assert all(torch.equal(a, b) for a, b in zip(outputs[:10], plain[:10], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(outputs[-8:], plain[-8:], strict=True))
@@ -117,10 +117,10 @@ def test_sensenova_holds_image_tokens_of_denoising_passes_only() -> None:
         assert all(torch.equal(a, b) for a, b in zip(sensenova(pipe), plain, strict=True))
     with holdover.enable(pipe, "cache_dit", **MUCH) as cache:
         outputs = sensenova(pipe)
-        visits = [visit for generation in cache.stats().generations for visit in generation.visits]
-    assert [visit.computed for visit in visits] == [True, *[i % 3 == 0 for i in range(STEPS)], True]
-    assert "never held" in visits[0].reason
-    assert "never held" in visits[-1].reason
+        forwards = [forward for generation in cache.stats().generations for forward in generation.forwards]
+    assert [forward.computed for forward in forwards] == [True, *[i % 3 == 0 for i in range(STEPS)], True]
+    assert "never held" in forwards[0].reason
+    assert "never held" in forwards[-1].reason
     assert torch.equal(outputs[0], plain[0])
     assert not torch.equal(outputs[2], plain[2])
 

@@ -175,7 +175,7 @@ class TestWarmUp:
 
         compare(pipe, spec(Custom("counts", counted)))
         generations = caches[0].stats().generations
-        assert [(g.steps, len(g.visits)) for g in generations] == [(8, 8), (8, 8), (8, 8)]
+        assert [(g.steps, len(g.forwards)) for g in generations] == [(8, 8), (8, 8), (8, 8)]
 
 
 def test_the_pipeline_is_left_as_it_was(pipe: Any) -> None:

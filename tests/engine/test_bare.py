@@ -80,9 +80,9 @@ def test_more_steps_than_announced_are_computed(flux):
     tiny, model = flux
     with holdover.enable(model, "mag_cache", **{**MAG, "num_inference_steps": 6, "mag_ratios": [1.01] * 6}) as cache:
         loop(tiny, model, steps=9)
-        visits = cache.stats().last.visits
-    assert [v.computed for v in visits] == [True, False, False, True, False, False, True, True, True]
-    assert visits[-1].reason == "more steps than were announced"
+        forwards = cache.stats().last.forwards
+    assert [v.computed for v in forwards] == [True, False, False, True, False, False, True, True, True]
+    assert forwards[-1].reason == "more steps than were announced"
 
 
 def test_two_branches_are_told_apart_by_their_conditioning(flux):

@@ -46,7 +46,7 @@ def test_one_addition_a_segment(name, read):
         model(**steps[0])
         model(**steps[1])
         held = operations(model, steps[2])
-        assert [v.computed for v in cache.stats().generations[-1].visits] == [True, False, False]
+        assert [v.computed for v in cache.stats().generations[-1].forwards] == [True, False, False]
     for child, blocks in list(model.named_children()):
         if isinstance(blocks, nn.ModuleList):
             setattr(model, child, nn.ModuleList())

@@ -63,14 +63,14 @@ def test_every_branch_holds_on_its_own(built):
         run(pipe, **tiny.call(steps=STEPS))
         generation = cache.stats().last
     for branch in generation.branches:
-        visits = generation.of_branch(branch)
-        assert visits[0].computed
+        forwards = generation.of_branch(branch)
+        assert forwards[0].computed
         runs, longest = 0, 0
-        for visit in visits:
-            runs = 0 if visit.computed else runs + 1
+        for forward in forwards:
+            runs = 0 if forward.computed else runs + 1
             longest = max(longest, runs)
         assert longest <= 2
-        assert len({visit.step for visit in visits}) == len(visits)
+        assert len({forward.step for forward in forwards}) == len(forwards)
 
 
 def test_guidance_off_runs_one_branch(built):

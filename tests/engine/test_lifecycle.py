@@ -81,7 +81,7 @@ def test_every_step_count_gets_its_own_schedule(flux):
             run(pipe, **tiny.call(steps=steps))
             last = cache.stats().last
             assert last.steps == steps
-            assert [visit.step for visit in last.visits] == list(range(steps))
+            assert [forward.step for forward in last.forwards] == list(range(steps))
         traces = [g.trace("cond") for g in cache.stats().generations]
     assert traces[0] == traces[-1]
     assert traces[0][:3] == "CCC"
@@ -95,7 +95,7 @@ def test_image_to_image_counts_the_steps_that_run():
         run(pipe, **tiny.call(steps=12))
         generation = cache.stats().last
     assert generation.steps == 8
-    assert [v.step for v in generation.visits] == list(range(4, 12))
+    assert [v.step for v in generation.forwards] == list(range(4, 12))
     assert generation.trace(generation.branches[0]) == "CCCChhCh"
 
 
@@ -105,7 +105,7 @@ def test_an_expert_s_first_step_is_no_sign_that_nothing_can_be_held():
     with holdover.enable(pipe, "plan") as cache, warnings.catch_warnings():
         warnings.simplefilter("error", holdover.HoldoverWarning)
         run(pipe, **tiny.call(steps=2))
-        assert {(v.transformer, v.step) for v in cache.stats().last.visits} == {
+        assert {(v.transformer, v.step) for v in cache.stats().last.forwards} == {
             ("transformer", 0),
             ("transformer_2", 1),
         }
@@ -133,9 +133,9 @@ def test_a_branch_that_pauses_does_not_hold_what_is_too_old():
         generation = cache.stats().last
     for branch in generation.branches:
         anchor = None
-        for visit in generation.of_branch(branch):
-            assert visit.computed or visit.step - anchor <= 2
-            anchor = visit.step if visit.computed else anchor
+        for forward in generation.of_branch(branch):
+            assert forward.computed or forward.step - anchor <= 2
+            anchor = forward.step if forward.computed else anchor
 
 
 def test_another_scheduler_is_followed(flux):
@@ -147,9 +147,9 @@ def test_another_scheduler_is_followed(flux):
         pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(old.config, shift=1.0)
         run(pipe, **tiny.call(steps=9))
         assert type(old) is FlowMatchEulerDiscreteScheduler
-        assert [v.step for v in cache.stats().last.visits] == list(range(9))
+        assert [v.step for v in cache.stats().last.forwards] == list(range(9))
         run(pipe, **tiny.call(steps=10))
-        assert [v.step for v in cache.stats().last.visits] == list(range(10))
+        assert [v.step for v in cache.stats().last.forwards] == list(range(10))
     assert type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
 
 
@@ -200,9 +200,9 @@ def test_batch_that_shrinks_during_a_generation_is_computed():
     pipe = tiny.build()
     with holdover.enable(pipe, "mag_cache", **MAG) as cache:
         run(pipe, **tiny.call(steps=12))
-        visits = cache.stats().last.visits
-    assert [v.computed for v in visits][:7] == [True, False, False, True, False, False, True]
-    assert visits[7].computed
+        forwards = cache.stats().last.forwards
+    assert [v.computed for v in forwards][:7] == [True, False, False, True, False, False, True]
+    assert forwards[7].computed
 
 
 def test_using_and_off_last_for_their_block(flux):

@@ -109,7 +109,7 @@ def steps_of(model, ts):
     settings = MAG[1] | {"mag_max_skip_steps": 9}
     with holdover.enable(model, "mag_cache", **settings) as cache, torch.no_grad():
         outputs = [forward_of(model, t) for t in ts]
-        return outputs, [v.computed for v in cache.stats().generations[-1].visits], cache.reports()["transformer"]
+        return outputs, [v.computed for v in cache.stats().generations[-1].forwards], cache.reports()["transformer"]
 
 
 def test_a_stream_that_nothing_reads_is_not_held():
@@ -141,7 +141,7 @@ def test_what_was_held_before_a_stream_was_read_is_not_summed_with_what_is_held_
     with torch.no_grad(), holdover.enable(model, "plan", **settings) as cache:
         cache.refresh(model, len(ts))
         outputs = [forward_of(model, torch.tensor(t)) for t in ts]
-        computed = [v.computed for v in cache.stats().generations[-1].visits]
+        computed = [v.computed for v in cache.stats().generations[-1].forwards]
     with torch.no_grad():
         expected = forward_of(model, torch.tensor(ts[-1]))
     assert computed == [True, True, True, False, False, True, False, False]
@@ -226,7 +226,7 @@ def test_computed_steps_keep_their_bits_when_the_decision_is_made_inside_the_for
         expected = forward_of(model, torch.tensor(1.0))
         with holdover.enable(model, TEA[0], **TEA[1]) as cache:
             outputs = [forward_of(model, torch.tensor(t)) for t in (1.0, 0.9, 0.8, 0.7)]
-            assert [v.computed for v in cache.stats().generations[-1].visits] == [True, False, False, True]
+            assert [v.computed for v in cache.stats().generations[-1].forwards] == [True, False, False, True]
     assert torch.equal(outputs[0], expected)
     assert torch.allclose(outputs[1], expected, rtol=1e-5)
     assert torch.equal(outputs[3], expected)

@@ -164,10 +164,10 @@ def test_upstream_never_holds_step_11_of_28_on_flux():
     pipe = tiny.build()
     with holdover.enable(pipe, "mag_cache", mag_threshold=1e9, mag_max_skip_steps=28) as cache:
         run(pipe, **tiny.call(steps=28))
-        visits = cache.stats().last.visits
-    assert visits[11].computed
-    assert visits[11].reason == "a step this model never holds"
-    assert [v.step for v in visits if v.computed] == [0, 1, 2, 11]
+        forwards = cache.stats().last.forwards
+    assert forwards[11].computed
+    assert forwards[11].reason == "a step this model never holds"
+    assert [v.step for v in forwards if v.computed] == [0, 1, 2, 11]
 
 
 class DualStream(MagCacheStrategy):

@@ -65,8 +65,7 @@ def run_cache_dit(tiny: TinyModel) -> dict[str, str]:
             for step in range(2):
                 with model.cache_context("cond", step_index=step, num_inference_steps=2):
                     model(**inputs)
-            report = cache.engine.units[0].report
-            return {"lists": str(report.cut).removeprefix("cache-dit: ")}
+            return {"lists": str(cache.reports()["transformer"].stack).removeprefix("cache-dit: ")}
     except holdover.EnableError as error:
         return {"refused": str(error).partition(". ")[0]}
 
@@ -76,13 +75,12 @@ def build_row(name: str) -> dict[str, Any]:
     tiny = MODELS[name if name in MODELS else next(key for key in MODELS if key.partition("[")[0] == name)]
     report, cache_dit = check_replay(tiny), run_cache_dit(tiny)
     if isinstance(report, str):
-        return {"cut": report, "replay_error": None, "cache_dit": cache_dit}
-    stack, parts, streams = report.cut, {}, []
+        return {"stack": report, "streams": [], "replays": False, "cache_dit": cache_dit}
+    stack, parts, streams = report.stack, {}, []
     if not isinstance(stack, str):
-        parts = {"lists": stack.lists, "segments": len(stack.segments), "sides": stack.side_output_count}
+        parts = {"segments": len(stack.segments), "side_outputs": stack.side_output_count}
         streams = sorted({f"{segment.blocks}.{segment.stream}" for segment in stack.segments})
-    found = {"streams": streams, "left_out": report.left_out, "replays": report.ok, "cache_dit": cache_dit}
-    return {"cut": str(stack), **parts, **found}
+    return {"stack": str(stack), **parts, "streams": streams, "replays": report.ok, "cache_dit": cache_dit}
 
 
 def write_table() -> None:

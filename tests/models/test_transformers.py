@@ -89,9 +89,9 @@ def test_passes_that_write_a_cache_are_never_held(name):
     model = tiny.build()
     with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * STEPS, mag_retention_ratio=0.0) as cache:
         run_generation(tiny, model, STEPS)
-        visits = cache.stats().last.visits
-    assert all(visit.computed for visit in visits)
-    assert any("writes" in visit.reason for visit in visits)
+        forwards = cache.stats().last.forwards
+    assert all(forward.computed for forward in forwards)
+    assert any("writes" in forward.reason for forward in forwards)
     with pytest.raises(holdover.EnableError, match="writes"):
         holdover.check(model, **tiny.inputs())
 
@@ -125,7 +125,7 @@ def test_perturbed_passes_are_branches_of_their_own():
             model(**with_timestep(tiny, plain, 1 - i / 4))
             model(**with_timestep(tiny, inputs, 1 - i / 4))
         assert cache.stats().last.branches == ("1", "2")
-        assert len(cache.engine.units[0].cuts) == 2
+        assert len(cache._engine.transformers[0].paths) == 2
 
 
 def test_check_reports_and_leaves_the_model_alone():
@@ -141,8 +141,8 @@ def test_check_reports_and_leaves_the_model_alone():
     assert {name for name, _ in report.streams} >= {"transformer_blocks.hidden_states"}
     assert "FluxTransformer2DModel replays" in str(report)
     assert len(report.outputs) == 1
-    assert report.left_out == ("pos_embed", "context_embedder")
-    assert "not run at a held step: pos_embed, context_embedder" in str(report)
+    assert report.unread == ("transformer_blocks.encoder_hidden_states",)
+    assert "nothing reads it after the blocks: transformer_blocks.encoder_hidden_states" in str(report)
 
 
 def test_check_says_when_a_model_does_not_replay():

@@ -71,7 +71,7 @@ def test_other_weights_get_more_steps_but_a_quarter_at_most_and_one_warning(flux
     assert torch.equal(first, second)
     for generation in generations:
         assert budget < generation.computed["cond"] <= budget + budget // 4
-        added = [v for v in generation.visits if v.reason == "added: harder than expected"]
+        added = [v for v in generation.forwards if v.reason == "added: harder than expected"]
         assert len(added) == generation.computed["cond"] - budget
 
 

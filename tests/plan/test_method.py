@@ -151,7 +151,7 @@ def test_image_to_image_plans_the_steps_that_run():
         run(pipe, **tiny.call(steps=12))
         generation = cache.stats().last
     (branch,) = generation.branches
-    assert [visit.step for visit in generation.visits] == list(range(4, 12))
+    assert [forward.step for forward in generation.forwards] == list(range(4, 12))
     assert generation.trace(branch)[0] == "C"
     assert generation.computed == {branch: 4}
 
@@ -242,8 +242,8 @@ def test_a_batch_that_shrinks_during_a_generation_is_computed():
     pipe = tiny.build()
     with holdover.enable(pipe, "plan", schedule=[0, 2, 10]) as cache:
         assert torch.isfinite(run(pipe, **tiny.call(steps=12))).all()
-        visits = cache.stats().last.visits
-    assert {v.step for v in visits if v.computed} == {0, 2, 7, 10}
+        forwards = cache.stats().last.forwards
+    assert {v.step for v in forwards if v.computed} == {0, 2, 7, 10}
 
 
 # A transformer without a pipeline.

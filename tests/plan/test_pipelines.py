@@ -73,11 +73,11 @@ def test_a_plan_is_kept_in_every_branch_and_leaves_nothing_behind(built):
 
 def assert_kept(generation):
     """Scheduled steps are computed and the others held, but that each branch and expert begins computed."""
-    start = min(visit.step for visit in generation.visits)
+    start = min(forward.step for forward in generation.forwards)
     expected = {start + step for step in growing(generation.steps, BUDGET)}
     begun = set()
-    for visit in generation.visits:
-        starts = visit.transformer not in begun
-        begun.add(visit.transformer)
-        expected |= {visit.step} if starts else set()
-        assert visit.computed == (visit.step in expected) or visit.reason in LATE
+    for forward in generation.forwards:
+        starts = forward.transformer not in begun
+        begun.add(forward.transformer)
+        expected |= {forward.step} if starts else set()
+        assert forward.computed == (forward.step in expected) or forward.reason in LATE

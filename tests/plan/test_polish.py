@@ -61,7 +61,7 @@ def mean_quality(profile, budget, prompts, seed):
     """The mean PSNR of a budget as `enable` would run it."""
     with holdover.enable(pipeline(), "plan", profile=profile, budget=budget, guard=False) as cache:
         generate()
-        computed = {v.step for v in cache.stats().last.visits if v.computed}
+        computed = {v.step for v in cache.stats().last.forwards if v.computed}
     with Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, seed, batch_size=2) as trials:
         trials.generate_references()
         values = trials.values(profile, "psnr", tuple(sorted(computed)))
@@ -136,7 +136,7 @@ class TestTwoExperts:
             return cached.stats()
 
     def computed(self, profile: Profile, **settings) -> tuple[int, ...]:
-        return tuple(sorted({v.step for v in self.stats(profile, **settings).last.visits if v.computed}))
+        return tuple(sorted({v.step for v in self.stats(profile, **settings).last.forwards if v.computed}))
 
     def test_what_an_error_means_for_a_video_and_where_experts_begin_is_measured(self):
         facts = self.profile().facts

@@ -32,8 +32,8 @@ def test_a_certificate_is_stored_and_used():
         generation = cache.stats().last
         assert "certified for psnr>=45" in str(cache.stats())
     for branch in generation.branches:
-        visits = generation.of_branch(branch)
-        assert tuple(v.step for v in visits if v.computed) == certificate.computed
+        forwards = generation.of_branch(branch)
+        assert tuple(v.step for v in forwards if v.computed) == certificate.computed
 
 
 def test_candidates_are_tried_from_slow_to_fast_until_the_first_failure():

@@ -255,9 +255,9 @@ def test_branches_are_independent(policy: MagCachePolicy, order: list[str]) -> N
 @given(policy=policies(), data=st.data())
 def test_steps_on_which_a_branch_did_not_run_count_all_the_same(policy: MagCachePolicy, data: st.DataObject) -> None:
     """Guidance intervals: the error is that of the whole way from the last computed step to this one."""
-    visited = sorted(data.draw(st.sets(st.integers(0, policy.grid.count - 1), min_size=1)))
+    steps_run = sorted(data.draw(st.sets(st.integers(0, policy.grid.count - 1), min_size=1)))
     state, anchor = policy.start(), None
-    for step in visited:
+    for step in steps_run:
         error = ratio = math.nan
         if anchor is not None:
             products = list(accumulate(policy.ratios[anchor + 1 : step + 1], lambda a, b: a * b, initial=1.0))[1:]

@@ -6,8 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.grid import Grid
-from holdover.policies.base import FIRST, NOTHING_HELD, schedule
-from holdover.policies.static import ADDED, ASKED, BETWEEN, SCHEDULED, AlwaysCompute, Scheduled
+from holdover.policies.base import (
+    ADDED,
+    ALWAYS,
+    BETWEEN,
+    FIRST,
+    NOTHING_HELD,
+    SCHEDULED,
+    AlwaysCompute,
+    Scheduled,
+    schedule,
+)
 
 relaxed = settings(deadline=None)
 
@@ -17,7 +26,7 @@ relaxed = settings(deadline=None)
 def test_every_step_that_runs_is_computed(first: int, length: int, after: int, needs_signal: bool) -> None:
     grid = Grid(first + length + after, first=first, last=first + length - 1)
     decisions = schedule(AlwaysCompute(needs_signal), grid)
-    assert decisions == [ASKED] * length
+    assert decisions == [ALWAYS] * length
     assert all(decision.compute for decision in decisions)
 
 
@@ -66,7 +75,7 @@ def test_a_step_added_while_it_runs_is_computed_and_says_so() -> None:
 
 
 def test_a_scheduled_step_is_computed_where_nothing_is_held() -> None:
-    """What was held does not fit any more: the runtime has set the anchor to None."""
+    """What was held does not fit any more: the engine has set the anchor to None."""
     policy = Scheduled(frozenset({0, 6}))
     state = policy.start()
     policy.decide(0, None, state)

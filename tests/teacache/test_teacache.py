@@ -68,7 +68,7 @@ def test_timestep_only_signals_are_planned_as_they_would_be_read(name, signal):
     settings = {"coefficients": [1.0, 0.0], "rel_l1_thresh": 1.0, "signal": signal}
     with holdover.enable(pipe, "tea_cache", **settings) as cache:
         run(pipe, **tiny.call(steps=12))
-        planned = [v.computed for v in cache.stats().last.visits]
+        planned = [v.computed for v in cache.stats().last.forwards]
         unit = cache.engine.units[0]
         of_time = unit.family.signal(signal).of_time
         rows = of_time(unit.core, pipe.scheduler.timesteps).flatten(1)

@@ -204,7 +204,7 @@ def cache_summary(pipeline: Any, details: bool = True) -> None:
         for branch in last.branches:
             row = [branch, str(last.computed[branch]), str(last.held[branch])]
             if details:
-                reasons = Counter(visit.reason for visit in last.of_branch(branch))
+                reasons = Counter(forward.reason for forward in last.of_branch(branch))
                 row += [last.trace(branch), "; ".join(f"{count} x {reason}" for reason, count in reasons.items())]
             table.add_row(*row)
     console = Console()

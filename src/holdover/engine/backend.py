@@ -16,8 +16,7 @@ from ..base import CacheBackend, DiffusionCacheConfig
 from ..config import ConfigT
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
 from ..models.inputs import describe_structure
-from ..policies.base import PolicyState
-from ..policies.static import AlwaysCompute
+from ..policies.base import AlwaysCompute, PolicyState
 from ..stats import Stats
 from .engine import Engine
 from .install import CachedTransformer, find_engine

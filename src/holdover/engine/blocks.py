@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError, UntraceableError
-from ..models.graph import Stack, StreamLink
 from ..models.inputs import ArgumentKey, bind_arguments, get_argument
-from ..models.trace import Trace
+from ..models.trace import Stack, StreamLink, Trace
 from ..policies.base import Decision
 from .output import OutputRunner
 from .parallel import known_to_shards

@@ -19,8 +19,7 @@ from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
 from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers
 from ..models.registry import INPUT_SIGNAL
-from ..policies.base import NOTHING_HELD, Decision
-from ..policies.static import ASKED
+from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import Ledger, Stats, StepRecord
 from .branches import Branches
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
@@ -135,7 +134,7 @@ class Engine:
             generation = self._generation
             method = generation.method
             begin = mark_time(device)
-            reason = None if method.holds else ASKED.reason
+            reason = None if method.holds else ALWAYS.reason
             if method.holds and transformer.family.must_compute is not None:
                 reason = transformer.family.must_compute(arguments)
             if reason is not None:
@@ -158,7 +157,7 @@ class Engine:
                 output, decision = outcome.output, outcome.decision
             seconds = functools.partial(elapsed_seconds, begin, mark_time(device))
             record = StepRecord(transformer.name, branch, step, decision.compute, decision.reason, seconds)
-            generation.stats.visits.append(record)
+            generation.stats.forwards.append(record)
             if step >= generation.grids[transformer].count - 1:
                 generation.stats.finished = True
             return output
@@ -245,7 +244,7 @@ class Engine:
         """The generation is over, complete or not: release everything."""
         generation, self.branch_state = self._generation, None
         generation.drop()
-        if generation.open and generation.stats.visits:
+        if generation.open and generation.stats.forwards:
             generation.method.on_end()
             _warn_if_inactive(generation)
         generation.open = False
@@ -257,9 +256,9 @@ class Engine:
 
 
 def _warn_if_inactive(generation: Generation) -> None:
-    visits = generation.stats.visits
-    first_steps = {v.transformer: v.step for v in reversed(visits)}
-    later = [v for v in visits if v.step > first_steps[v.transformer]]
+    forwards = generation.stats.forwards
+    first_steps = {v.transformer: v.step for v in reversed(forwards)}
+    later = [v for v in forwards if v.step > first_steps[v.transformer]]
     if len(later) > 1 and all(v.reason == NOTHING_HELD.reason for v in later):
         warnings.warn(
             "Nothing could be held: no forward of this generation belonged to the same branch as an earlier one, "

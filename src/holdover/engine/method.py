@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol
 from ..config import Config, ConfigT
 from ..grid import Grid
 from ..models.registry import Signal
-from ..policies.base import Policy
-from ..policies.static import AlwaysCompute
+from ..policies.base import AlwaysCompute, Policy
 from ..predictors import Predictor
 from .blocks import BlockPasses, BlockRunner
 from .clock import SchedulerStep

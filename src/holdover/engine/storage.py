@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from ..models.graph import Stack
 from ..models.inputs import iter_tensors
+from ..models.trace import Stack
 
 K = TypeVar("K")
 V = TypeVar("V")

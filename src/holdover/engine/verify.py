@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UnsupportedModelError
-from ..models.graph import Stack
 from ..models.inputs import iter_tensors
+from ..models.trace import Stack
 from .parallel import Groups, largest
 from .storage import DivergedError, HeldTensors, Residuals, UnreadStream, UnreadStreamError
 

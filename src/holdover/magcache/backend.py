@@ -14,9 +14,8 @@ from ..engine.state import ComputedForward
 from ..engine.storage import STORAGES
 from ..errors import ConfigError, NotEnabledError
 from ..grid import Grid
-from ..policies.base import Policy
+from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
-from ..policies.static import AlwaysCompute
 from ..profiles import MagCacheProfile, MagCacheRatios, find, save
 from .calibration import Calibration
 from .config import MagCacheConfig

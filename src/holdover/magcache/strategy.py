@@ -16,8 +16,8 @@ from torch import nn
 from ..engine.blocks import BlockPasses, ComputePass, HoldPass
 from ..engine.storage import HeldTensors, HeldTuple
 from ..errors import ConfigError
-from ..models.graph import BlockCall, Stack
 from ..models.inputs import get_argument
+from ..models.trace import BlockCall, Stack
 from ..profiles import shipped
 
 Residual = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -14,21 +14,19 @@ from torch import nn
 
 from ..grid import Grid
 from .inputs import unwrap_module
-from .registry import INPUT_SIGNAL, Arguments, Family, Signal
+from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal, TimeSignal
 
 # Signals read at the first block of the stack: the input of its attention, as the block itself computes it.
 
 
 def modulate_flux(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's adaptive norm of the image stream."""
-    normed: torch.Tensor = block.norm1(arguments["hidden_states"], emb=arguments["temb"])[0]
-    return normed
+    return block.norm1(arguments["hidden_states"], emb=arguments["temb"])[0]
 
 
 def modulate_chroma(block: Any, arguments: Arguments) -> torch.Tensor:
     """The same for a norm without weights; the first six rows of the embedding belong to the image stream."""
-    normed: torch.Tensor = block.norm1(arguments["hidden_states"], emb=arguments["temb"][:, :6])[0]
-    return normed
+    return block.norm1(arguments["hidden_states"], emb=arguments["temb"][:, :6])[0]
 
 
 def modulate_flux2(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -37,24 +35,21 @@ def modulate_flux2(block: Any, arguments: Arguments) -> torch.Tensor:
     if modulation.ndim == 2:
         modulation = modulation.unsqueeze(1)
     shift, scale = modulation.chunk(6, dim=-1)[:2]
-    modulated: torch.Tensor = (1 + scale) * block.norm1(arguments["hidden_states"]) + shift
-    return modulated
+    return (1 + scale) * block.norm1(arguments["hidden_states"]) + shift
 
 
 def modulate_qwen(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's modulated image stream; tokens of an image to edit may have a modulation of their own."""
-    first, _ = block.img_mod(arguments["temb"]).chunk(2, dim=-1)
+    modulation = block.img_mod(arguments["temb"]).chunk(2, dim=-1)[0]
     normed = block.img_norm1(arguments["hidden_states"])
-    modulated: torch.Tensor = block._modulate(normed, first, arguments.get("modulate_index"))[0]
-    return modulated
+    return block._modulate(normed, modulation, arguments.get("modulate_index"))[0]
 
 
 def modulate_qwen21(block: Any, arguments: Arguments) -> torch.Tensor:
     """The same for Qwen-Image 2.1: text and images are one sequence, and all blocks share one modulation."""
-    first, _ = arguments["modulation"].chunk(2, dim=-1)
+    modulation = arguments["modulation"].chunk(2, dim=-1)[0]
     normed = block.img_norm1(arguments["hidden_states"])
-    modulated: torch.Tensor = block._modulate(normed, first, arguments.get("target_token_mask"))[0]
-    return modulated
+    return block._modulate(normed, modulation, arguments.get("target_token_mask"))[0]
 
 
 def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -62,22 +57,19 @@ def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
     if "token_replace_emb" not in arguments:
         return modulate_flux(block, arguments)
     first_frame = arguments["token_replace_emb"], arguments["num_tokens"]
-    normed: torch.Tensor = block.norm1(arguments["hidden_states"], arguments["temb"], *first_frame)[0]
-    return normed
+    return block.norm1(arguments["hidden_states"], arguments["temb"], *first_frame)[0]
 
 
 def modulate_lumina(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's adaptive RMS norm; in Lumina-Image 2.0 of the joint sequence of text and image."""
-    normed: torch.Tensor = block.norm1(arguments["hidden_states"], arguments["temb"])[0]
-    return normed
+    return block.norm1(arguments["hidden_states"], arguments["temb"])[0]
 
 
 def modulate_z_image(block: Any, arguments: Arguments) -> torch.Tensor:
     """Layer 0's normalized sequence times (1 + scale); clean tokens may have a scale of their own."""
 
     def get_scale(embedding: torch.Tensor) -> torch.Tensor:
-        scale: torch.Tensor = block.adaLN_modulation(embedding).unsqueeze(1).chunk(4, dim=-1)[0]
-        return scale
+        return block.adaLN_modulation(embedding).unsqueeze(1).chunk(4, dim=-1)[0]
 
     mask = arguments.get("noise_mask")
     if mask is None:
@@ -93,8 +85,7 @@ def modulate_ltx(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's normalized hidden states, with a scale and shift per token from a learned table."""
     table = block.scale_shift_table
     shift, scale = (table + arguments["temb"].unflatten(2, table.shape)).unbind(dim=2)[:2]
-    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
-    return modulated
+    return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
 
 
 def modulate_pixart(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -102,8 +93,7 @@ def modulate_pixart(block: Any, arguments: Arguments) -> torch.Tensor:
     table = block.scale_shift_table
     modulation = arguments["temb"] if "temb" in arguments else arguments["timestep"]
     shift, scale = (table + modulation.unflatten(1, table.shape)).split(1, dim=1)[:2]
-    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
-    return modulated
+    return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
 
 
 def modulate_cosmos(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -111,28 +101,24 @@ def modulate_cosmos(block: Any, arguments: Arguments) -> torch.Tensor:
     hidden, positions = arguments["hidden_states"], arguments.get("extra_pos_emb")
     if positions is not None:
         hidden = hidden + positions
-    normed: torch.Tensor = block.norm1(hidden, arguments["embedded_timestep"], arguments.get("temb"))[0]
-    return normed
+    return block.norm1(hidden, arguments["embedded_timestep"], arguments.get("temb"))[0]
 
 
 def read_cosmos3_input(block: Any, arguments: Arguments) -> torch.Tensor:
     """The generated stream at block 0, not the stream of the understanding model."""
-    hidden: torch.Tensor = arguments["gen_seq"]
-    return hidden
+    return arguments["gen_seq"]
 
 
 def normalize_stable_audio(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's norm of the latent and its timestep token; there is no modulation."""
-    normed: torch.Tensor = block.norm1(arguments["hidden_states"])
-    return normed
+    return block.norm1(arguments["hidden_states"])
 
 
 def modulate_minimax(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's normalized rows, with the scale and shift selected by each row's timestep and kind."""
     table = block.adaln_proj(arguments["temb"])
     shift, scale = (values.index_select(0, arguments["adaln_indices"]) for values in table[:2])
-    modulated: torch.Tensor = block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
-    return modulated
+    return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
 
 
 # Signals that depend on the timestep alone.
@@ -153,8 +139,7 @@ def project_wan_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
 def _apply_in_own_dtype(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     """Cast the input to the dtype of the weights, unless these are quantized."""
     dtype = next(module.parameters()).dtype
-    output: torch.Tensor = module(values.to(dtype) if dtype.is_floating_point else values)
-    return output
+    return module(values.to(dtype) if dtype.is_floating_point else values)
 
 
 def embed_cogvideox_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
@@ -170,14 +155,12 @@ def embed_cogvideox_time(transformer: Any, timesteps: torch.Tensor) -> torch.Ten
 def embed_lumina_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """The timestep embedding, without the caption."""
     embedder = transformer.time_caption_embed
-    embedding: torch.Tensor = embedder.timestep_embedder(embedder.time_proj(timesteps).to(transformer.dtype))
-    return embedding
+    return embedder.timestep_embedder(embedder.time_proj(timesteps).to(transformer.dtype))
 
 
 def embed_hidream_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """The timestep embedding, before the pooled prompt is added."""
-    embedding: torch.Tensor = transformer.t_embedder(timesteps, transformer.dtype)
-    return embedding
+    return transformer.t_embedder(timesteps, transformer.dtype)
 
 
 # Passes that write keys and values for later passes: they must be computed.
@@ -217,131 +200,107 @@ def select_wan_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
     return grid.between(steps[0], steps[-1]) if steps else grid
 
 
-FLUX_SIGNALS = (Signal("modulated", of_block=modulate_flux),)
-LUMINA_SIGNAL = Signal("modulated", of_block=modulate_lumina)
-WAN_SIGNALS = (Signal("e", of_time=embed_wan_time), Signal("e0", of_time=project_wan_time))
-Z_IMAGE_SIGNALS = (Signal("modulated", of_block=modulate_z_image),)
+def _modulated(of_block: BlockSignal) -> tuple[Signal, ...]:
+    return (Signal("modulated", of_block),)
+
+
+def _timed(of_time: TimeSignal) -> tuple[Signal, ...]:
+    return (Signal("time", of_time=of_time),)
+
+
+INPUT = (INPUT_SIGNAL,)
+FLUX = _modulated(modulate_flux)
+LUMINA = _modulated(modulate_lumina)
+WAN = (Signal("e", of_time=embed_wan_time), Signal("e0", of_time=project_wan_time))
+ENCODER = "encoder_hidden_states"
 
 FAMILIES = (
     # FLUX.1, and models whose first block normalizes the image stream in the same way
-    Family("FLUX.1", ("FluxTransformer2DModel",), signals=FLUX_SIGNALS),
-    Family("Stable Diffusion 3", ("SD3Transformer2DModel",), signals=FLUX_SIGNALS),
-    Family("LongCat-Image", ("LongCatImageTransformer2DModel",), signals=FLUX_SIGNALS),
-    Family("Ovis-Image", ("OvisImageTransformer2DModel",), signals=FLUX_SIGNALS),
-    Family("Bria", ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"), signals=FLUX_SIGNALS),
-    Family("AuraFlow", ("AuraFlowTransformer2DModel",), signals=FLUX_SIGNALS),
-    Family("Motif-Video", ("MotifVideoTransformer3DModel",), signals=FLUX_SIGNALS),
-    Family("Chroma", ("ChromaTransformer2DModel",), signals=(Signal("modulated", of_block=modulate_chroma),)),
+    Family("FLUX.1", ("FluxTransformer2DModel",), FLUX),
+    Family("Stable Diffusion 3", ("SD3Transformer2DModel",), FLUX),
+    Family("LongCat-Image", ("LongCatImageTransformer2DModel",), FLUX),
+    Family("Ovis-Image", ("OvisImageTransformer2DModel",), FLUX),
+    Family("Bria", ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"), FLUX),
+    Family("AuraFlow", ("AuraFlowTransformer2DModel",), FLUX),
+    Family("Motif-Video", ("MotifVideoTransformer3DModel",), FLUX),
+    Family("Chroma", ("ChromaTransformer2DModel",), _modulated(modulate_chroma)),
     # Other image models
+    Family("FLUX.2", ("Flux2Transformer2DModel",), _modulated(modulate_flux2), must_compute=check_cache_mode),
+    Family("Qwen-Image", ("QwenImageTransformer2DModel",), _modulated(modulate_qwen)),
     Family(
-        "FLUX.2",
-        ("Flux2Transformer2DModel",),
-        signals=(Signal("modulated", of_block=modulate_flux2),),
-        must_compute=check_cache_mode,
+        "Qwen-Image 2.1", ("QwenImage21Transformer2DModel",), _modulated(modulate_qwen21), must_compute=check_cache_mode
     ),
-    Family("Qwen-Image", ("QwenImageTransformer2DModel",), signals=(Signal("modulated", of_block=modulate_qwen),)),
-    Family(
-        "Qwen-Image 2.1",
-        ("QwenImage21Transformer2DModel",),
-        signals=(Signal("modulated", of_block=modulate_qwen21),),
-        must_compute=check_cache_mode,
-    ),
-    Family(
-        "HiDream-I1",
-        ("HiDreamImageTransformer2DModel",),
-        signals=(Signal("time", of_time=embed_hidream_time), INPUT_SIGNAL),  # `input` is for the distilled models
-    ),
+    # HiDream's distilled models use the signal `input`
+    Family("HiDream-I1", ("HiDreamImageTransformer2DModel",), (*_timed(embed_hidream_time), INPUT_SIGNAL)),
     Family(
         "Lumina-Image 2.0",
         ("Lumina2Transformer2DModel",),
-        signals=(LUMINA_SIGNAL, Signal("time", of_time=embed_lumina_time)),
+        (*LUMINA, *_timed(embed_lumina_time)),
         head="layers",
         time_runs_up=True,
     ),
-    Family("Lumina-Next", ("LuminaNextDiT2DModel",), signals=(LUMINA_SIGNAL,), time_runs_up=True),
-    Family("Z-Image", ("ZImageTransformer2DModel",), signals=Z_IMAGE_SIGNALS, head="layers", time_runs_up=True),
-    Family("FIBO 2", ("BriaFibo2Transformer2DModel",), signals=Z_IMAGE_SIGNALS, head="layers"),
+    Family("Lumina-Next", ("LuminaNextDiT2DModel",), LUMINA, time_runs_up=True),
+    Family("Z-Image", ("ZImageTransformer2DModel",), _modulated(modulate_z_image), head="layers", time_runs_up=True),
+    Family("FIBO 2", ("BriaFibo2Transformer2DModel",), _modulated(modulate_z_image), head="layers"),
     Family(
         "Latte, PixArt, Allegro",
         ("LatteTransformer3DModel", "PixArtTransformer2DModel", "AllegroTransformer3DModel"),
-        signals=(Signal("modulated", of_block=modulate_pixart),),
+        _modulated(modulate_pixart),
     ),
     Family(
         "HunyuanImage 2.1, HunyuanVideo 1.5",
         ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"),
-        signals=FLUX_SIGNALS,
-        conditioning=("encoder_hidden_states", "encoder_hidden_states_2"),
+        FLUX,
+        conditioning=(ENCODER, "encoder_hidden_states_2"),
     ),
-    Family(
-        "Hunyuan-DiT",
-        ("HunyuanDiT2DModel",),
-        signals=(INPUT_SIGNAL,),
-        conditioning=("encoder_hidden_states", "encoder_hidden_states_t5"),
-    ),
-    Family("GLM-Image", ("GlmImageTransformer2DModel",), signals=(INPUT_SIGNAL,), must_compute=check_glm_caches),
-    Family(
-        "OmniGen",
-        ("OmniGenTransformer2DModel",),
-        signals=(INPUT_SIGNAL,),
-        conditioning=("input_ids", "input_img_latents"),
-    ),
-    Family("Ideogram 4", ("Ideogram4Transformer2DModel",), signals=(INPUT_SIGNAL,), time_runs_up=True),
+    Family("Hunyuan-DiT", ("HunyuanDiT2DModel",), INPUT, conditioning=(ENCODER, "encoder_hidden_states_t5")),
+    Family("GLM-Image", ("GlmImageTransformer2DModel",), INPUT, must_compute=check_glm_caches),
+    Family("OmniGen", ("OmniGenTransformer2DModel",), INPUT, conditioning=("input_ids", "input_img_latents")),
+    Family("Ideogram 4", ("Ideogram4Transformer2DModel",), INPUT, time_runs_up=True),
     # Video and audio models
-    Family("Wan", ("WanTransformer3DModel",), signals=WAN_SIGNALS, range_of=select_wan_steps),
-    Family("Wan-VACE", ("WanVACETransformer3DModel",), signals=WAN_SIGNALS, head="blocks", range_of=select_wan_steps),
+    Family("Wan", ("WanTransformer3DModel",), WAN, range_of=select_wan_steps),
+    Family("Wan-VACE", ("WanVACETransformer3DModel",), WAN, head="blocks", range_of=select_wan_steps),
     Family(
         "Wan-Animate, ChronoEdit, SkyReels-V2",
         ("WanAnimateTransformer3DModel", "ChronoEditTransformer3DModel", "SkyReelsV2Transformer3DModel"),
-        signals=WAN_SIGNALS,
+        WAN,
     ),
     Family(
         "Wan-Animate 2, Sana-WM refiner",
         ("WanAnimate2Transformer3DModel", "SanaWMLTX2RefinerTransformer3DModel"),
-        signals=(INPUT_SIGNAL,),
+        INPUT,
         must_compute=check_cache_mode,
     ),
-    Family("AnyFlow FAR", ("AnyFlowFARTransformer3DModel",), signals=(INPUT_SIGNAL,), must_compute=check_anyflow_flag),
+    Family("AnyFlow FAR", ("AnyFlowFARTransformer3DModel",), INPUT, must_compute=check_anyflow_flag),
     Family(
         "HunyuanVideo",
         ("HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"),
-        signals=(Signal("modulated", of_block=modulate_hunyuan_video),),
+        _modulated(modulate_hunyuan_video),
     ),
-    Family(
-        "CogVideoX",
-        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
-        signals=(Signal("time", of_time=embed_cogvideox_time),),
-    ),
-    Family("LTX-Video", ("LTXVideoTransformer3DModel",), signals=(Signal("modulated", of_block=modulate_ltx),)),
+    Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"), _timed(embed_cogvideox_time)),
+    Family("LTX-Video", ("LTXVideoTransformer3DModel",), _modulated(modulate_ltx)),
     Family(
         "Mochi",
         ("MochiTransformer3DModel",),
-        signals=(LUMINA_SIGNAL,),
+        LUMINA,
         notes="The scheduler itself counts up (invert_sigmas); the model is given its timesteps as they are.",
     ),
     Family(
         "Cosmos",
         ("CosmosTransformer3DModel",),
-        signals=(Signal("modulated", of_block=modulate_cosmos),),
+        _modulated(modulate_cosmos),
         notes="A ControlNet's residuals enter inside the blocks: a held step holds their effect too.",
     ),
     Family(
-        "Cosmos 3",
-        ("Cosmos3OmniTransformer",),
-        signals=(Signal("input", of_block=read_cosmos3_input),),
-        conditioning=("input_ids",),
+        "Cosmos 3", ("Cosmos3OmniTransformer",), (Signal("input", read_cosmos3_input),), conditioning=("input_ids",)
     ),
-    Family(
-        "Kandinsky 5",
-        ("Kandinsky5Transformer3DModel",),
-        signals=(INPUT_SIGNAL,),
-        conditioning=("encoder_hidden_states", "pooled_projections"),
-    ),
-    Family("Stable Audio", ("StableAudioDiTModel",), signals=(Signal("normed", of_block=normalize_stable_audio),)),
+    Family("Kandinsky 5", ("Kandinsky5Transformer3DModel",), INPUT, conditioning=(ENCODER, "pooled_projections")),
+    Family("Stable Audio", ("StableAudioDiTModel",), (Signal("normed", normalize_stable_audio),)),
     Family(
         "MiniMax-H3",
         ("MiniMaxH3Transformer3DModel",),
-        signals=(Signal("modulated", of_block=modulate_minimax),),
-        conditioning=("encoder_hidden_states",),
+        _modulated(modulate_minimax),
+        conditioning=(ENCODER,),
         notes="The scheduler itself counts up; conditioning rows are at timestep 1, which is clean.",
     ),
 )

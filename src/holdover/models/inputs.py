@@ -52,7 +52,7 @@ class ForwardSignature:
     """The parameters of one transformer's forward; inspected once, so that no step of the loop has to."""
 
     def __init__(self, transformer: nn.Module, conditioning: Sequence[str] = ()) -> None:
-        cls: Any = type(transformer)
+        cls: Any = type(transformer)  # mypy does not take a module class for hashable
         self.names = get_parameter_names(cls)
         self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
         self._conditioning = tuple(conditioning) or tuple(
@@ -68,21 +68,15 @@ class ForwardSignature:
 
     def get_conditioning(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the conditioning tensors, which distinguish one branch from another."""
-        found: list[torch.Tensor] = []
-        for name in self._conditioning:
-            found.extend(iter_tensors(arguments.get(name)))
-        return tuple(found)
+        return tuple(iter_tensors([arguments.get(name) for name in self._conditioning]))
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from iter_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from iter_tensors(item)
 
 
@@ -148,11 +142,10 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def gather_weights(module: nn.Module) -> Iterator[None]:
     """Unshard the weights of a `fully_shard` module inside the context; a collective, so every rank must enter it."""
-    if not isinstance(module, FSDPModule):
-        yield
-        return
-    module.unshard()
+    if isinstance(module, FSDPModule):
+        module.unshard()
     try:
         yield
     finally:
-        module.reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()

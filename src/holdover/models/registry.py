@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -103,23 +102,15 @@ def unregister_family(family: Family) -> None:
 
 def get_family(module: nn.Module) -> Family:
     """Return the family of the module's class or its nearest base class; `DEFAULT_FAMILY` if none is declared."""
-    for cls in type(module).__mro__:
-        family = FAMILY_REGISTRY.get(cls.__name__) or _load_shipped_families().get(cls.__name__)
-        if family is not None:
-            return family
-    return DEFAULT_FAMILY
+    known = list_families()
+    return next((known[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in known), DEFAULT_FAMILY)
 
 
 def list_families() -> dict[str, Family]:
     """Return all declared families by class name; a registered family overrides a shipped one."""
-    return {**_load_shipped_families(), **FAMILY_REGISTRY}
-
-
-@cache
-def _load_shipped_families() -> dict[str, Family]:
     from .families import FAMILIES  # imported here because the table is written in terms of this module
 
-    return {name: family for family in FAMILIES for name in family.classes}
+    return {name: family for family in FAMILIES for name in family.classes} | FAMILY_REGISTRY
 
 
 def register_extractor(transformer_cls_name: str, extractor_fn: Extractor) -> None:
@@ -136,13 +127,12 @@ def unregister_extractor(transformer_cls_name: str) -> None:
 
 def get_extractor(transformer_cls_name: str) -> Extractor:
     """Return the extractor registered for a class name."""
-    try:
-        return EXTRACTOR_REGISTRY[transformer_cls_name]
-    except KeyError:
+    if transformer_cls_name not in EXTRACTOR_REGISTRY:
         hint = did_you_mean(transformer_cls_name, EXTRACTOR_REGISTRY)
         raise ConfigError(
             f"No extractor is registered for {transformer_cls_name!r}; a model that can be traced needs none.{hint}"
-        ) from None
+        )
+    return EXTRACTOR_REGISTRY[transformer_cls_name]
 
 
 def find_extractor(transformer: nn.Module) -> Extractor | None:

@@ -1,4 +1,9 @@
-"""Find a transformer's blocks and streams by tracing one forward.
+"""Find a transformer's stack by tracing one forward: its block calls in order, and the streams that connect them.
+
+A *segment* is a stretch of the stack in which a stream is passed unbroken from block to block. Its residual is the
+output of its last block minus the input of its first. Whatever the model does between two blocks (ControlNet
+residuals, hints, concatenation) ends one segment and starts the next, so it runs live on a held step and is counted
+once.
 
 Blocks are connected by tensor identity: an argument that is the same object as an earlier block's output continues that
 output's stream. A trace keeps only the inputs of each list's first block and the outputs of each list's last block, so
@@ -7,15 +12,16 @@ tracing a large model costs a few activations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import UntraceableError
-from .graph import BlockCall, Segment, Stack, StreamLink
 from .inputs import ArgumentKey, get_parameter_names
 
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -24,6 +30,97 @@ TensorSpec = tuple[torch.Size, torch.dtype]
 _HELPER_WORDS = ("proj", "embed", "norm")
 # Lists that prepare text or reference tokens: a signal read at their first block would not change with the step.
 _PREPARATION_WORDS = ("refiner", "text", "txt", "context", "vace", "caption")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLink:
+    """A stream's way through one block call: in as argument `key`, out as output `slot`.
+
+    `segment` is an index into `Stack.segments`; `closes` is True at the segment's last block.
+    """
+
+    slot: int
+    key: ArgumentKey
+    segment: int
+    closes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One call of block `index` of the list `blocks`.
+
+    `width` is the length of the returned tuple, or 0 for a bare tensor. `side_outputs` are the slots of outputs that
+    no later block continues; a held step returns a copy of their last values.
+    """
+
+    blocks: str
+    index: int
+    width: int
+    links: tuple[StreamLink, ...]
+    side_outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One unbroken stretch of the stream `stream` in the list `blocks`.
+
+    The residuals of segments with the same `group` have the same shape and may be held as one sum.
+    """
+
+    blocks: str
+    stream: str
+    group: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Every block call of one forward, in order; a method's signal is read at call number `head`."""
+
+    calls: tuple[BlockCall, ...]
+    segments: tuple[Segment, ...]
+    head: int = 0
+
+    @cached_property
+    def lists(self) -> dict[str, int]:
+        """The number of block calls per list."""
+        return dict(Counter(call.blocks for call in self.calls))
+
+    @property
+    def group_count(self) -> int:
+        """The number of residuals held if those of each group are summed."""
+        return len({segment.group for segment in self.segments})
+
+    @property
+    def side_output_count(self) -> int:
+        """The number of outputs that no later block continues."""
+        return sum(len(call.side_outputs) for call in self.calls)
+
+    @cached_property
+    def main_stream(self) -> str:
+        """The name of the stream that carries the image tokens through the head block."""
+        streams = [self.segments[link.segment].stream for link in self.calls[self.head].links]
+        return "hidden_states" if "hidden_states" in streams else streams[0]
+
+    @property
+    def main_groups(self) -> frozenset[int]:
+        """The groups of the main stream's segments."""
+        return frozenset(segment.group for segment in self.segments if segment.stream == self.main_stream)
+
+    @property
+    def group_names(self) -> dict[int, str]:
+        """A readable name per group: list and stream of its last segment."""
+        return {segment.group: f"{segment.blocks}.{segment.stream}" for segment in self.segments}
+
+    def find_main_link(self, call: BlockCall) -> StreamLink | None:
+        """Return the main stream's link through a call, or None if it does not pass through."""
+        return next((link for link in call.links if self.segments[link.segment].stream == self.main_stream), None)
+
+    def __str__(self) -> str:
+        lists = ", ".join(f"{name} ({count})" for name, count in self.lists.items())
+        streams = ", ".join(sorted({segment.stream for segment in self.segments}))
+        segments = f"{len(self.segments)} segments" if len(self.segments) != 1 else "1 segment"
+        sides = f", {self.side_output_count} side outputs" if self.side_output_count else ""
+        return f"{lists}; streams {streams}; {segments}{sides}"
 
 
 def find_block_lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
@@ -128,7 +225,9 @@ class Trace:
                 if segment is None:
                     segment = len(segments)
                     group = groups.setdefault((call.blocks, slot, call.outputs[slot]), len(groups))
-                    segments.append(Segment(call.blocks, _get_stream_name(call, key), group))
+                    names = get_parameter_names(call.block_class)
+                    name = key if isinstance(key, str) else names[key] if key < len(names) else f"arg{key}"
+                    segments.append(Segment(call.blocks, name, group))
                     last_calls.append(number)
                 open_ends[number, slot] = segment
                 last_calls[segment] = number
@@ -186,9 +285,8 @@ def _match_by_shape(
 
 
 def _preserves_shape(slot: int, key: ArgumentKey, calls: Sequence[_TracedCall]) -> bool:
-    pairs = [(c.outputs[slot] if slot < len(c.outputs) else None, c.inputs.get(key)) for c in calls]
-    returned = [(output, given) for output, given in pairs if output is not None]
-    return bool(returned) and all(output == given for output, given in returned)
+    returned = [call for call in calls if slot < len(call.outputs) and call.outputs[slot] is not None]
+    return bool(returned) and all(call.outputs[slot] == call.inputs.get(key) for call in returned)
 
 
 def _measure_distances(
@@ -223,10 +321,3 @@ def _get_version(value: Any) -> object:
     if not isinstance(value, torch.Tensor):
         return None
     return float(value.double().sum()) if value.is_inference() else value._version
-
-
-def _get_stream_name(call: _TracedCall, key: ArgumentKey) -> str:
-    if isinstance(key, str):
-        return key
-    names = get_parameter_names(call.block_class)
-    return names[key] if key < len(names) else f"arg{key}"

@@ -30,7 +30,7 @@ from ..grid import Grid
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
 from ..models.registry import Signal
-from ..policies.static import AlwaysCompute, Scheduled
+from ..policies.base import AlwaysCompute, Scheduled
 from ..predictors import Newton
 from ..profiles import MagCacheProfile, Profile, ProfileFacts, TeaCacheProfile
 from ..teacache.estimate import SignalMeasure

@@ -22,7 +22,7 @@ from ..engine.output import OutputRunner
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning
 from ..grid import Grid
-from ..policies.static import Scheduled
+from ..policies.base import Scheduled
 from ..predictors import Newton, Predictor
 from ..profiles import Profile
 from .config import PlanConfig

@@ -29,7 +29,7 @@ from ..engine.state import ComputedForward
 from ..errors import ConfigError, HoldoverError
 from ..grid import Grid
 from ..models.inputs import iter_tensors
-from ..policies.static import AlwaysCompute
+from ..policies.base import AlwaysCompute
 from .error_model import Measurements, Preconditioning
 from .method import model_output
 from .planner import GenerationSpec, describe_generation

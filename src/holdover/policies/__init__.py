@@ -1,1 +1,1 @@
-"""When to compute? One published rule a file; pure Python, no tensors, no modules, no logging."""
+"""When to compute? One published rule per file; no tensors, no modules, no logging."""

@@ -1,8 +1,9 @@
-"""The one signature every policy has."""
+"""The signature of every policy, and the two that need no rule: compute every step, or a given schedule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..grid import Grid
@@ -16,18 +17,23 @@ class Decision:
     reason: str
 
 
-# Reasons shared by all policies and by the runtime's guards.
+# Reasons shared by all policies and by the engine's guards.
 FIRST = Decision(True, "first step")
 LAST = Decision(True, "last step")
 NOTHING_HELD = Decision(True, "nothing to hold yet")
 OFF = Decision(True, "threshold is 0")
+RETAINED = Decision(True, "one of the first steps, always computed")
+ALWAYS = Decision(True, "every step is computed")
+SCHEDULED = Decision(True, "scheduled")
+ADDED = Decision(True, "added: harder than expected")
+BETWEEN = Decision(False, "between scheduled steps")
 
 
 @dataclass
 class PolicyState:
     """What a policy remembers of one branch in one generation.
 
-    `anchor` is the step whose result may be held. The runtime sets it to None when that result no longer fits (another
+    `anchor` is the step whose result may be held. The engine sets it to None when that result no longer fits (another
     shape, another batch, an exception); the policy moves it whenever it decides to compute.
     """
 
@@ -40,18 +46,52 @@ class Policy(Protocol):
     @property
     def needs_signal(self) -> bool:
         """Whether `decide` must be given how much the signal changed."""
-        ...
 
     def start(self) -> Any:
         """A fresh state for one branch of one generation."""
-        ...
 
     def decide(self, step: int, signal: float | None, state: Any) -> Decision:
         """Compute or hold `step`, given the change of the signal since this branch's last step."""
-        ...
 
 
 def schedule(policy: Policy, grid: Grid) -> list[Decision]:
     """All decisions of a policy that needs no signal, made before step 0."""
     state = policy.start()
     return [policy.decide(step, None, state) for step in range(grid.first, grid.last + 1)]
+
+
+@dataclass(frozen=True)
+class AlwaysCompute:
+    """Compute every step; with `needs_signal`, the signal is read all the same, to be measured."""
+
+    needs_signal: bool = False
+
+    def start(self) -> PolicyState:
+        return PolicyState()
+
+    def decide(self, step: int, signal: float | None, state: PolicyState) -> Decision:
+        state.anchor = step
+        return ALWAYS
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Compute the scheduled steps and hold the others; steps may be `added` while the generation runs."""
+
+    computed: frozenset[int]
+    added: Collection[int] = field(default_factory=frozenset)
+    needs_signal: bool = False
+
+    def start(self) -> PolicyState:
+        return PolicyState()
+
+    def decide(self, step: int, signal: float | None, state: PolicyState) -> Decision:
+        if state.anchor is None:
+            decision = FIRST if step == min(self.computed, default=0) else NOTHING_HELD
+        elif step in self.computed:
+            decision = SCHEDULED
+        else:
+            decision = ADDED if step in self.added else BETWEEN
+        if decision.compute:
+            state.anchor = step
+        return decision

@@ -1,29 +1,25 @@
 """MagCache (Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", arXiv:2506.09045).
 
-How the residual's magnitude changes from step to step is a constant of the model. The product of the ratios
-since the last computed step says how far the held residual is off; while the sum of these errors stays within
-the threshold, and no more than `max_skip_steps` in a row, the step is held. Nothing here needs data: the
-schedule is known before step 0.
+How the residual's magnitude changes from step to step is a constant of the model. The product of the ratios since the
+last computed step says how far the held residual is off; while the sum of these errors stays within the threshold, and
+at most `max_skip_steps` in a row, the step is held. Nothing here needs data: the schedule is known before step 0.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+
 from ..grid import Grid
-from .base import NOTHING_HELD, OFF, Decision, PolicyState
+from .base import NOTHING_HELD, OFF, RETAINED, Decision, PolicyState
 
 HELD = Decision(False, "magnitude error is within the threshold")
 ERROR = Decision(True, "magnitude error passed the threshold")
 LONGEST = Decision(True, "as many steps held in a row as allowed")
-RETAINED = Decision(True, "one of the first steps, always computed")
 KEPT = Decision(True, "a step this model never holds")
 BEYOND = Decision(True, "more steps than were announced")
 
@@ -48,9 +44,7 @@ class MagCacheState(PolicyState):
 
 @dataclass(frozen=True)
 class MagCachePolicy:
-    """Hold while the accumulated magnitude error is at most `threshold`; `ratios[i]` belongs to step `i` of the
-    grid.
-    """
+    """Hold while the accumulated magnitude error is at most `threshold`; `ratios[i]` is the ratio of step `i`."""
 
     needs_signal: ClassVar[bool] = False
     threshold: float
@@ -97,45 +91,23 @@ class MagCachePolicy:
 
 
 def nearest_ratios(ratios: Sequence[float], count: int) -> tuple[float, ...]:
-    """Ratios for another step count as the published code takes them: the nearest entry, found in float32."""
+    """Ratios for another number of steps as the published code takes them: the nearest entry, found in float32."""
     if count == 1:
         return (ratios[-1],)
-    scale = _float32((len(ratios) - 1) / (count - 1))
-    return tuple(ratios[round(_float32(step * scale))] for step in range(count))
-
-
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
+    positions = np.arange(count, dtype=np.float32) * np.float32((len(ratios) - 1) / (count - 1))
+    return tuple(ratios[int(position)] for position in positions.round())
 
 
 def rescaled_ratios(ratios: Sequence[float], grid: Grid, noise: Sequence[float] | None = None) -> tuple[float, ...]:
     """Ratios for another grid that keep the magnitude curve: its logarithm is interpolated, then differenced.
 
-    The curve is placed over the noise levels it was measured at where both grids have them, else over the
-    fraction of the steps done.
+    The curve is a function of the noise level if both grids have noise levels, else of the fraction of steps done.
     """
     if len(ratios) == grid.count and (noise is None or not grid.noise):
         return tuple(ratios)
     if noise and grid.noise:
-        source, target = [-n for n in noise], [-n for n in grid.noise]
+        source, target = -np.array(noise), -np.array(grid.noise)
     else:
-        source = [i / max(len(ratios) - 1, 1) for i in range(len(ratios))]
-        target = [grid.fraction(step) for step in range(grid.count)]
-    heights, height = [], 0.0
-    for ratio in ratios:
-        height += math.log(ratio)
-        heights.append(height)
-    curve = [_interpolated(x, source, heights) for x in target]
-    return (ratios[0], *(math.exp(b - a) for a, b in pairwise(curve)))
-
-
-def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Piecewise linear through the points, flat outside them."""
-    if x <= xs[0]:
-        return ys[0]
-    if x >= xs[-1]:
-        return ys[-1]
-    right = bisect_right(xs, x)
-    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        source, target = np.linspace(0, 1, len(ratios)), np.linspace(0, 1, grid.count)
+    curve = np.interp(target, source, np.log(ratios).cumsum())
+    return (ratios[0], *np.exp(np.diff(curve)).tolist())

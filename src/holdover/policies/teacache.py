@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..grid import Grid
-from .base import FIRST, LAST, NOTHING_HELD, OFF, Decision, PolicyState
+from .base import FIRST, LAST, NOTHING_HELD, OFF, RETAINED, Decision, PolicyState
 
 HELD = Decision(False, "signal has changed little")
 CHANGED = Decision(True, "signal has changed enough")
 UNKNOWN = Decision(True, "no change of the signal is known yet")
-RETAINED = Decision(True, "one of the first steps, always computed")
 _SAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A rescaling polynomial, highest power first, used only where it can be trusted.
+    """A rescaling polynomial, highest power first.
 
     The argument is clamped to `low..high`, the range it was fitted on, and the value to at least 0. Published
-    polynomials come without their range: `trusted` finds where they turn down towards nonsense.
+    polynomials come without their range: `trusted` finds where they turn down and are no longer meaningful.
     """
 
     coefficients: tuple[float, ...]
@@ -35,7 +34,7 @@ class Polynomial:
 
     def __call__(self, change: float) -> float:
         if math.isnan(change):
-            return math.inf  # nobody knows how much has changed: compute
+            return math.inf  # the change is unknown: compute
         return max(0.0, self.raw(min(max(change, self.low), self.high)))
 
     def raw(self, x: float) -> float:

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from ..errors import ProfileError, did_you_mean
 
@@ -121,24 +120,6 @@ def check_version(values: Mapping[str, Any], version: int, where: str) -> None:
     found = values.get("version")
     if found != version or isinstance(found, bool):
         raise ProfileError(f"{where} has version {found!r}; this holdover reads version {version}.")
-
-
-def read_safetensors(
-    where: str, entry: str, format: str, version: int
-) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
-    """The JSON metadata entry and the arrays of a file; arrays are read only if the metadata is that of a profile."""
-    try:
-        with safe_open(where, framework="numpy") as file:
-            text = (file.metadata() or {}).get(entry, "null")
-            head = parse_json(text, f"The metadata of {where}")
-            if not isinstance(head, dict) or head.get("format") != format or not isinstance(head.get("facts"), dict):
-                raise ProfileError(f"{where} is a safetensors file, but not a holdover profile.")
-            check_version(head, version, where)
-            return head, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise ProfileError(f"No profile could be read from {where}: {error.strerror or error}.") from None
-    except SafetensorError as error:
-        raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
 
 
 def compute_digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str:

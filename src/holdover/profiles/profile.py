@@ -14,14 +14,15 @@ from functools import cached_property
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ..errors import ProfileError
-from .files import compute_digest, decode, encode, read_safetensors, write_file
+from .files import check_version, compute_digest, decode, encode, parse_json, write_file
 
 if TYPE_CHECKING:
     from pydantic_core.core_schema import CoreSchema
@@ -32,6 +33,7 @@ SUFFIX = ".safetensors"
 _ENTRY = "holdover"
 
 Scalar = str | int | float | bool | None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,7 @@ class TeaCacheProfile(MethodProfile):
 
     def fit(self, branch: str) -> TeaCacheFit:
         """The fit of this branch, else of any branch, of the conditional branch, or the first one."""
-        fits = dict(self.fits)
-        return fits[_nearest_branch(branch, fits)]
+        return _get_branch(self.fits, branch)
 
 
 @dataclass(frozen=True)
@@ -143,21 +144,18 @@ class MagCacheProfile(MethodProfile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = self.num_inference_steps
-        _require(len(self.branches) > 0, f"profile {self.name!r} has no branches")
+        steps, where = self.num_inference_steps, f"profile {self.name!r}"
+        _require(len(self.branches) > 0, f"{where} has no branches")
         for branch, values in self.branches:
             count = len(values.ratios)
-            _require(count == steps, f"profile {self.name!r}, branch {branch!r}: {count} ratios for {steps} steps")
+            _require(count == steps, f"{where}, branch {branch!r}: {count} ratios for {steps} steps")
         _finite("noise", self.noise)
-        count = len(self.noise)
-        _require(count in (0, steps), f"profile {self.name!r}: {count} noise levels for {steps} steps")
-        is_inside = all(0 <= step < steps for step in self.never_hold)
-        _require(is_inside, f"profile {self.name!r}: never_hold is outside its {steps} steps")
+        _require(len(self.noise) in (0, steps), f"{where}: {len(self.noise)} noise levels for {steps} steps")
+        _require(set(self.never_hold) <= set(range(steps)), f"{where}: never_hold is outside its {steps} steps")
 
     def branch(self, name: str) -> MagCacheRatios:
         """The ratios of this branch, else of any branch, of the conditional branch, or the first ones."""
-        branches = dict(self.branches)
-        return branches[_nearest_branch(name, branches)]
+        return _get_branch(self.branches, name)
 
     def ratios(self, branch: str) -> tuple[float, ...]:
         """The ratios of `branch(branch)`, one per step."""
@@ -327,7 +325,18 @@ class Profile:
     def load(cls, path: str | PathLike[str]) -> Self:
         """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
         where = str(path)
-        head, arrays = read_safetensors(where, _ENTRY, FORMAT, VERSION)
+        try:
+            with safe_open(where, framework="numpy") as file:
+                head = parse_json((file.metadata() or {}).get(_ENTRY, "null"), f"The metadata of {where}")
+                is_ours = isinstance(head, dict) and head.get("format") == FORMAT
+                if not is_ours or not isinstance(head.get("facts"), dict):  # do not read its arrays
+                    raise ProfileError(f"{where} is a safetensors file, but not a holdover profile.")
+                check_version(head, VERSION, where)
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise ProfileError(f"No profile could be read from {where}: {error.strerror or error}.") from None
+        except SafetensorError as error:
+            raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
         facts = decode(ProfileFacts, head["facts"], where)
         if head.get("digest") != compute_digest(head["facts"], arrays):
             raise ProfileError(f"{where} is damaged: its contents do not match its digest. Calibrate again.")
@@ -338,10 +347,9 @@ class Profile:
             raise ProfileError(f"{where} lacks the array {error}.") from None
 
 
-def _nearest_branch(name: str, known: Iterable[str]) -> str:
-    """The branch whose constants are used for branch `name`."""
-    known = list(known)
-    return next((candidate for candidate in (name, "", "cond") if candidate in known), known[0])
+def _get_branch(branches: tuple[tuple[str, T], ...], name: str) -> T:
+    known = dict(branches)
+    return next((known[candidate] for candidate in (name, "", "cond") if candidate in known), branches[0][1])
 
 
 def _is_square(array: NDArray[np.float64], size: int) -> bool:

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..grid import Grid
 from ..models.inputs import iter_tensors
 from ..models.registry import Signal
-from ..policies.static import AlwaysCompute
+from ..policies.base import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
 from .backend import resolve_signal
 

@@ -147,9 +147,9 @@ class OmniBackend(CacheBackend):
                 f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
                 "it directly, with autograd on, or in training mode. Start without --cache-backend."
             )
-        first = min(visit.step for visit in last.visits)
-        later = [visit for visit in last.visits if visit.step > first]
-        if len(later) > 1 and all(visit.reason == NOTHING_HELD.reason for visit in later):
+        first = min(forward.step for forward in last.forwards)
+        later = [forward for forward in last.forwards if forward.step > first]
+        if len(later) > 1 and all(forward.reason == NOTHING_HELD.reason for forward in later):
             raise UnsupportedModelError(
                 f"Nothing could be held for {pipeline}: no forward of its {transformers} belonged to the same branch "
                 "as an earlier one, because the conditioning changes at every step. Start without --cache-backend."
