@@ -1,4 +1,4 @@
-"""Which model a profile belongs to: recognized in another precision and with adapters, told from other weights."""
+"""Which model a profile belongs to: recognized in another precision and with adapters, not with other weights."""
 
 from __future__ import annotations
 

@@ -141,6 +141,7 @@ class PlanMethod(Method[PlanConfig]):
     """Holds the transformer's output: nothing inside it runs at a held step. Plans each kind of generation once."""
 
     name = "plan"
+    uses_profile = True  # False: plans are made without a profile, even if one ships for this model
 
     def __init__(self, config: PlanConfig, memory: PlanMemory | None = None) -> None:
         super().__init__(config)
@@ -170,7 +171,7 @@ class PlanMethod(Method[PlanConfig]):
         self._transformers.append(transformer)
         self._pipeline = pipeline
         if len(self._transformers) == 1:
-            self._profile = self._find_profile(transformer)
+            self._profile = resolve_profile(self.config.profile, transformer.core) if self.uses_profile else None
             self._planner = Planner(self.config, self._profile)
         if self._profile is None:
             if self.config.predictor == "least_squares" or self.config.target is not None:
@@ -180,10 +181,6 @@ class PlanMethod(Method[PlanConfig]):
             check_profile(self._profile, transformer.name, transformer.core)
             self._memory.checked.add((transformer, self._profile.digest))
         return (f"{transformer.name}: profile {self._profile.name}",)
-
-    def _find_profile(self, transformer: CachedTransformer) -> Profile | None:
-        """The profile that plans are made from."""
-        return resolve_profile(self.config.profile, transformer.core)
 
     def on_start(self) -> None:
         self._state = None
@@ -257,13 +254,12 @@ class PlanMethod(Method[PlanConfig]):
 
     def _make_guard(self, problem: PlanProblem) -> Guard | None:
         """A guard for one generation; None without measured ratios, or on a finer grid than was measured."""
-        profile, measurements = self._profile, problem.measurements
-        if profile is None or measurements is None or not profile.facts.surprise:
+        if self._profile is None or problem.measurements is None or not self._profile.facts.surprise:
             return None
-        if measurements.steps > len(profile.facts.noise):
+        if problem.measurements.steps > len(self._profile.facts.noise):
             return None
-        usual, largest = profile.facts.surprise
-        return Guard(measurements.merged, (usual, largest), self._transformers[0].groups)
+        usual, largest = self._profile.facts.surprise
+        return Guard(problem.measurements.merged, (usual, largest), self._transformers[0].groups)
 
     def _add_step(self, state: _GenerationState, step: int) -> None:
         """Compute one more step, in the middle of the next gap; a plan grows by a quarter at most."""

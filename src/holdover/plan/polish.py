@@ -97,6 +97,7 @@ class WeightFitter:
         preconditioning = Preconditioning.of(profile.facts, np.array(profile.facts.noise))
         uncached = TrajectoryRecord("device", ["outputs"], preconditioning)
         self._run(OutputRecorder(uncached))
+        uncached.latents.clear()
         self._outputs = uncached.outputs
 
     def fit(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
@@ -118,6 +119,7 @@ class RealPathFit(PlanMethod):
 
     follows = True
     observes = True
+    uses_profile = False  # weights of early steps come from the measured profile, all others are fitted here
 
     def __init__(
         self, profile: Profile, computed: tuple[int, ...], uncached: Sequence[torch.Tensor], tie: float | None
@@ -131,9 +133,6 @@ class RealPathFit(PlanMethod):
         self._branch_outputs: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
         self.weights: dict[int, Weights] = {}
-
-    def _find_profile(self, transformer: CachedTransformer) -> None:
-        """The schedule runs without a profile; the profile's weights are used for early steps only."""
 
     def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
         spec = self._current_state(grid).problem.spec

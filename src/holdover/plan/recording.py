@@ -11,10 +11,10 @@ Pipelines combine their branches (cond, uncond) in different ways. The mix is fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class TrajectoryRecord(ExitStack):
         super().__init__()
         self._place, self._keep, self._announce = place, keep, announce
         self._folder = self.enter_context(TemporaryDirectory(prefix="holdover-")) if place == "disk" else None
-        self._files = count()
+        self._files = itertools.count()
         self.preconditioning = preconditioning
         self.latents: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -93,7 +93,7 @@ class TrajectoryRecord(ExitStack):
     def add_forward(self, computed: ComputedForward) -> None:
         """Record the transformer's output in one branch."""
         if "branches" in self._keep:
-            outputs = [self._copy(output) for output in islice(iter_tensors(computed.output), 1)]
+            outputs = [self._copy(output) for output in itertools.islice(iter_tensors(computed.output), 1)]
             self.branches.setdefault(computed.branch, []).extend(outputs)
 
     def add_residual(self, computed: ComputedForward) -> None:
@@ -259,9 +259,8 @@ def _find_preconditioned_mix(grams: Array, branches: tuple[str, ...], steps: int
     explained, rounding = unexplained <= _UNEXPLAINED, unexplained * moved <= _LATENT_ROUNDING * mix @ mix
     if explained.mean() < 1 / 3 or not np.all(explained | rounding):
         return None
-    preconditioning = Preconditioning(*np.array([share for share, _ in fits]).T)
-    single = BranchMix(grams[:, :inner, :inner], preconditioning=preconditioning)
-    return single if count == 1 else replace(single, branches=branches, mix=tuple(map(float, mix)))
+    found = BranchMix(grams[:, :inner, :inner], preconditioning=Preconditioning(*np.array([f for f, _ in fits]).T))
+    return found if count == 1 else replace(found, branches=branches, mix=tuple(map(float, mix)))
 
 
 def _regress(features: Array, target: Array, gram: Array) -> tuple[Array, float]:

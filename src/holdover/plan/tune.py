@@ -207,8 +207,7 @@ def p_value(misses: int, tried: int, share: float) -> float:
 
 def allowed_misses(tried: int, share: float, confidence: float) -> int | None:
     """How many images may miss the target for a certificate; None if so few images prove nothing."""
-    allowed = [k for k in range(tried + 1) if p_value(k, tried, share) <= 1.0 - confidence]
-    return max(allowed, default=None)
+    return max((k for k in range(tried + 1) if p_value(k, tried, share) <= 1.0 - confidence), default=None)
 
 
 def fewest_prompts(share: float, confidence: float) -> int:
