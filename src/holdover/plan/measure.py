@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .. import __version__
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
@@ -45,7 +44,7 @@ from .search import growing
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
 _POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
-_LIBRARIES = ("torch", "diffusers", "transformers")
+_LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
 
 
 def calibrate(
@@ -262,7 +261,7 @@ class _CalibrationSession:
             prompts=len(prompts),
             prompts_hash=hash_prompts(prompts),
             date=date.today().isoformat(),
-            versions=(("holdover", __version__), *((library, version(library)) for library in _LIBRARIES)),
+            versions=tuple((library, _version(library)) for library in _LIBRARIES),
             guidance=spec.guidance if caller.guidance is None else float(caller.guidance),
             branches=mix.branches,
             mix=mix.mix,
@@ -277,3 +276,10 @@ class _CalibrationSession:
         )
         residual_grams = {name: np.concatenate(grams) for name, grams in self._residual_grams.items()}
         return Profile(facts, mix.grams, np.concatenate(self._growth), residual_grams)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # used from a source tree
+        return "unknown"
