@@ -60,7 +60,7 @@ def measure_planning(profile: Profile) -> dict[str, Any]:
     frontier = planner.frontier
     scheduled = time.process_time() - begin
     for choice in frontier.values():
-        planner.weights(choice.computed)
+        planner.model.fit_weights(choice.computed)
     weighted = time.process_time() - begin - scheduled
     return {
         "planning": {

@@ -13,7 +13,7 @@ import holdover
 from holdover.engine.parallel import Groups
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.models.registry import get_family
-from holdover.plan.guard import Guard
+from holdover.plan.method import Guard
 from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
 

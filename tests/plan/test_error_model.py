@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.plan import error_model, weights
+from holdover.plan import error_model
 from holdover.plan.error_model import (
     DEFAULT_OPTIONS,
+    DEPTH,
     EXPECTED_PERCENTILE,
     ErrorModel,
     Measurements,
     PlannerOptions,
-    euler_response,
+    Ranges,
+    Weights,
     interpolation_matrix,
 )
-from holdover.plan.weights import DEPTH, Weights
+from holdover.plan.generation import euler_response
 
 from .trajectories import (
     WIDTH,
@@ -267,7 +269,7 @@ def test_shared_weights_have_the_same_error_with_separate_and_with_merged_branch
 # The expected error of a schedule.
 
 
-def growing_errors(steps: int, seed: int, ranges: weights.Ranges | None = None) -> ErrorModel:
+def growing_errors(steps: int, seed: int, ranges: Ranges | None = None) -> ErrorModel:
     """Three generations whose errors grow, each in its own way."""
     measurements, random = smooth_measurements(steps, seed), np.random.default_rng(seed)
     growth = random.exponential(2.0 / steps, (3, steps + 1)).cumsum(axis=1)
@@ -294,8 +296,7 @@ def assert_expected(model: ErrorModel, computed: tuple[int, ...]) -> None:
     latter applies more often, may differ.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (error_model, weights):
-            patch.setattr(module, "RIDGE", 1e-10)
+        patch.setattr(error_model, "RIDGE", 1e-10)
         expected = model.expected_errors([computed])
         assert expected == pytest.approx([expected_step_by_step(model, computed)], rel=1e-4, abs=1e-9)
 

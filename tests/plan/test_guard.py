@@ -8,7 +8,7 @@ import torch
 
 import holdover
 from holdover.engine.signals import AsyncScalar
-from holdover.plan.guard import Guard
+from holdover.plan.method import Guard
 from tiny.pipelines import PIPELINES, run
 
 from .profiled import calibrated

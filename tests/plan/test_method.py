@@ -184,7 +184,7 @@ def test_another_scheduler_is_planned_from_the_same_profile(scheduler):
 
 
 def test_planning_takes_no_random_numbers_from_the_generation():
-    """A scheduler that draws noise is asked what it does; the noise of the image must be what it would have been."""
+    """A scheduler that samples noise is asked what it does; the noise of the image must be what it would have been."""
     tiny = PIPELINES["CogVideoXPipeline[5b]"]
     pipe = tiny.build()
     call = {name: value for name, value in tiny.call(steps=8).items() if name != "generator"}

@@ -42,13 +42,13 @@ def test_polishing_with_a_multistep_scheduler_is_never_worse_either():
     shifting = {"use_dynamic_shifting": True, "time_shift_type": "exponential"}
     pipe.scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, **shifting)
     profile = holdover.calibrate(pipe, CALIBRATION, STEPS, progress=False)
-    with Trials(Caller(pipe, STEPS, profile.facts.guidance), CALIBRATION) as trials:
-        trials.generate_references()
-        start = search_profile(profile).frontier[3].computed
-        before = trials.values(profile, "psnr", start)
-        polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=6, progress=False)
-        (schedule,) = polished.facts.schedules
-        after = trials.values(polished, "psnr", schedule.computed)
+    trials = Trials(Caller(pipe, STEPS, profile.facts.guidance), CALIBRATION)
+    trials.generate_references()
+    start = search_profile(profile).frontier[3].computed
+    before, _ = trials.run(profile, "psnr", start)
+    polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=6, progress=False)
+    (schedule,) = polished.facts.schedules
+    after, _ = trials.run(polished, "psnr", schedule.computed)
     half = len(CALIBRATION) // 2  # the second half judges
     assert score(after[half:]) >= score(before[half:]) - 1e-6
 
@@ -62,9 +62,9 @@ def mean_quality(profile, budget, prompts, seed):
     with holdover.enable(pipeline(), "plan", profile=profile, budget=budget, guard=False) as cache:
         generate()
         computed = {v.step for v in cache.stats().last.forwards if v.computed}
-    with Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, seed, batch_size=2) as trials:
-        trials.generate_references()
-        values = trials.values(profile, "psnr", tuple(sorted(computed)))
+    trials = Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, seed, batch_size=2)
+    trials.generate_references()
+    values, _ = trials.run(profile, "psnr", tuple(sorted(computed)))
     return score(values)
 
 
@@ -87,10 +87,9 @@ def test_polishing_fits_late_steps_and_keeps_early_ones_as_they_were_planned():
     caller = Caller(pipeline(), STEPS, profile.facts.guidance)
     search = search_profile(profile)
     computed = search.frontier[3].computed
-    with WeightFitter(caller, profile, CALIBRATION, [0, 1]) as fitter:
-        fitted = fitter.fit(computed, None)
+    fitted = WeightFitter(caller, profile, (CALIBRATION, [0, 1])).fit(computed, None)
     assert {noise > FITTED_BELOW for noise in profile.facts.noise} == {True, False}
-    for step, planned in search.weights(computed).items():
+    for step, planned in search.model.fit_weights(computed).items():
         own, fitted = fitted[: len(planned.values)], fitted[len(planned.values) :]
         assert (own == pytest.approx(planned.values, rel=1e-6)) == (profile.facts.noise[step] > FITTED_BELOW)
     assert fitted == ()

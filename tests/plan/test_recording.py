@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import holdover
-from holdover.plan.recording import BranchMix, TensorStore, find_mix, merge_runs
+from holdover.plan.recording import BranchMix, find_mix, merge_runs
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import quiet
 
@@ -21,19 +21,11 @@ def noise():
     return torch.Generator().manual_seed(0)
 
 
-def store(tensors):
-    """A store with these tensors."""
-    kept = TensorStore("device")
-    for tensor in tensors:
-        kept.append(tensor)
-    return kept
-
-
 def mix_of(branches, outputs, latents=None):
     """The mix that is found for outputs by branch, (steps, batch, values), and for what the scheduler got."""
     if latents is None:
         latents = torch.randn(len(outputs) + 1, *outputs[0].shape)
-    return find_mix({name: store(tensors) for name, tensors in branches.items()}, store(outputs), store(latents))
+    return find_mix(branches, outputs, latents)
 
 
 def random(noise, steps=5, batch=2, values=40):

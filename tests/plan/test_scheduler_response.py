@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdover.engine.clock import SchedulerStep
 from holdover.grid import Grid
-from holdover.plan.error_model import Preconditioning, euler_response, scheduler_response
+from holdover.plan.generation import Preconditioning, euler_response, model_output, scheduler_response
 
 from .trajectories import falling, multistep
 
@@ -171,7 +172,7 @@ def test_the_model_output_is_recovered_from_the_scheduler_input():
     latent, output = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     preconditioning = preconditioning_of(1)
     given = float(preconditioning.scale[5]) * output + float(preconditioning.carry[5]) * latent
-    torch.testing.assert_close(preconditioning.model_output(5, given, latent), output)
+    torch.testing.assert_close(model_output(SchedulerStep(5, latent, given, None), preconditioning), output)
 
 
 def test_preconditioning_is_interpolated_to_another_grid():

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.plan.error_model import DEFAULT_OPTIONS, ErrorModel, euler_response
+from holdover.plan.error_model import DEFAULT_OPTIONS, ErrorModel, fit_output
+from holdover.plan.generation import euler_response
 from holdover.plan.search import (
     CandidateSchedule,
     GapCosts,
@@ -22,7 +23,6 @@ from holdover.plan.search import (
     neighbors,
     uniform,
 )
-from holdover.plan.weights import fit_output
 
 from .trajectories import WIDTH, falling, mean_square, measurements_of, outputs, smooth_measurements
 
@@ -217,14 +217,14 @@ def test_a_generation_that_starts_late_plans_the_steps_that_run():
     assert list(found.frontier) == list(range(1, 15))
     assert all(candidate.computed[0] == 6 for candidate in found.frontier.values())
     computed = found.frontier[5].computed
-    assert set(found.weights(computed)) == set(range(6, 20)) - set(computed)
+    assert set(found.model.fit_weights(computed)) == set(range(6, 20)) - set(computed)
 
 
 def test_all_budgets_of_50_steps_are_planned_in_a_second():
     found = search(50)
     start = time.process_time()
     for candidate in found.frontier.values():
-        found.weights(candidate.computed)
+        found.model.fit_weights(candidate.computed)
     assert time.process_time() - start < 1.0
 
 

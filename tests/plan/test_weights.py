@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.plan.weights import Weights, fit_output, least_squares, prediction_error, solve_ridge
+from holdover.plan.error_model import Weights, fit_output, least_squares, prediction_error, solve_ridge
 
 from .trajectories import WIDTH, falling, mean_square, outputs, smooth_measurements
 

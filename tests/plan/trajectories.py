@@ -7,7 +7,8 @@ from diffusers import DPMSolverMultistepScheduler
 from numpy.typing import NDArray
 
 from holdover.grid import Grid
-from holdover.plan.error_model import Measurements, scheduler_response
+from holdover.plan.error_model import Measurements
+from holdover.plan.generation import scheduler_response
 
 Array = NDArray[np.float64]
 WIDTH = 40  # values in a latent

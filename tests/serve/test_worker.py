@@ -18,7 +18,7 @@ from holdover.config import Config
 from holdover.engine.backend import NoneBackend
 from holdover.engine.method import NoneConfig
 from holdover.errors import ConfigError, HoldoverError
-from holdover.plan.identity import facts_of
+from holdover.plan.generation import facts_of
 from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
 from holdover.selector import own_config
 from holdover.serve.model import ServedModel

@@ -41,7 +41,7 @@ class Calibration:
         branch.previous = computed.residual
 
     def finish(self) -> None:
-        """A generation has ended: its last residual is not the next one's predecessor."""
+        """End a generation: its last residual is not compared with the next one's first."""
         for branch in self._branches.values():
             branch.previous = ()
 
@@ -50,13 +50,18 @@ class Calibration:
         if not self._branches:
             return None
         count = max(self._count, 1 + max(max(b.steps) for b in self._branches.values()))
-        branches = tuple((name, _ratios(branch, count)) for name, branch in self._branches.items())
+        branches = []
+        for name, branch in self._branches.items():
+            measured = [branch.steps.get(step, [NEUTRAL]) for step in range(count)]
+            means = [torch.stack([figures.cpu() for figures in of_step]).mean(0) for of_step in measured]
+            ratios, stds, cosines = torch.stack(means).T.tolist()
+            branches.append((name, MagCacheRatios(tuple(ratios), tuple(stds), tuple(cosines))))
         return MagCacheProfile(
             name=f"calibrated-{self._class_name}",
             model=self._class_name,
             transformer_class=self._class_name,
             num_inference_steps=count,
-            branches=branches,
+            branches=tuple(branches),
             noise=self._noise if len(self._noise) == count else (),
             source=(("measured", "holdover"), ("date", date.today().isoformat()), ("torch", torch.__version__)),
         )
@@ -74,12 +79,3 @@ def step_figures(residual: Sequence[torch.Tensor], previous: Sequence[torch.Tens
         cosines.append(torch.nn.functional.cosine_similarity(a, b, dim=-1, eps=1e-8))
     ratio, cosine = torch.cat(ratios).double(), torch.cat(cosines).double()
     return torch.stack([ratio.mean(), ratio.std(correction=0), 1.0 - cosine.mean()])
-
-
-def _ratios(branch: _Branch, count: int) -> MagCacheRatios:
-    rows = [
-        torch.stack([f.cpu() for f in branch.steps[step]]).mean(0) if step in branch.steps else NEUTRAL
-        for step in range(count)
-    ]
-    ratios, stds, cosines = torch.stack(rows).T.tolist()
-    return MagCacheRatios(tuple(ratios), tuple(stds), tuple(cosines))

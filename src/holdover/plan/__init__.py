@@ -4,10 +4,10 @@ A held step's output is a weighted sum of outputs computed before it. Inner prod
 uncached generations, are enough to compute the best schedule and the best weights in advance:
 
     measure.py (+ recording.py, calls.py)   `calibrate`: run the pipeline uncached, write a profile
-    error_model.py, weights.py              simulate the error of a schedule, fit its weights
+    error_model.py                          simulate the error of a schedule, fit its weights
     search.py                               the best schedule for every number of computed steps
-    planner.py (+ identity.py)              the plan for a configuration, a profile and a generation
-    method.py, guard.py                     run time
+    planner.py (+ generation.py)            the plan for a configuration, a profile and a generation
+    method.py                               run time, with a guard that may add computed steps
     tune.py, polish.py                      trials on the model: certify a target, improve a plan
 
 Prior work: schedules by dynamic programming (DPCache, arXiv:2602.22654), fitted linear weights for each step (L2P,

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,15 @@ import torch
 from diffusers.utils import BaseOutput
 from PIL import Image
 
+from ..engine.backend import find_transformers
+from ..engine.engine import Engine
+from ..engine.method import Method
 from ..errors import ConfigError
 from ..metrics import as_images
 from ..profiles import Profile
 
 Prompt = str | Mapping[str, Any]  # a text, or the keywords of one call of the pipeline
+Batch = tuple[Sequence[Prompt], Sequence[int]]  # prompts that are generated together, and their seeds
 GENERATIONS = 4  # of the built-in prompts that a calibration uses by default
 
 
@@ -50,7 +53,7 @@ class Caller:
         call = {**shared, **_prompt_keywords(prompts), "generator": generators if len(seeds) > 1 else generators[0]}
         known, any_other = keywords_of(self.pipe)
         accepted = {k: v for k, v in call.items() if any_other or k in known or k in self.settings}
-        with torch.no_grad():
+        with torch.no_grad(), _without_progress_bars(self.pipe):
             output = self.pipe(**accepted)
         try:
             return as_images(output[0] if isinstance(output, (tuple, BaseOutput)) else output)
@@ -80,55 +83,57 @@ def _prompt_keywords(prompts: Sequence[Prompt]) -> dict[str, Any]:
     return dict(prompts[0])  # type: ignore[arg-type]
 
 
-def batches(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[tuple[Sequence[Prompt], list[int]]]:
+def make_batches(prompts: Sequence[Prompt], size: int, seed: int) -> list[Batch]:
     """Prompts with their seeds, `size` at a time; the first prompt has the seed `seed`."""
     if size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {size}.")
-    for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
-        yield batch, [seed + start + i for i in range(len(batch))]
+    seeds = range(seed, seed + len(prompts))
+    return [(prompts[i : i + size], seeds[i : i + size]) for i in range(0, len(prompts), size)]
 
 
 @contextmanager
-def without_progress_bars(pipe: Any) -> Iterator[None]:
+def _without_progress_bars(pipe: Any) -> Iterator[None]:
     """Disable the pipeline's own progress bars."""
-    if not hasattr(pipe, "set_progress_bar_config"):
-        yield
-        return
     before = vars(pipe).get("_progress_bar_config")
-    pipe.set_progress_bar_config(disable=True)
+    if hasattr(pipe, "set_progress_bar_config"):
+        pipe.set_progress_bar_config(disable=True)
     try:
         yield
     finally:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
+        vars(pipe).pop("_progress_bar_config", None)
+        if before is not None:
             pipe._progress_bar_config = before
+
+
+@contextmanager
+def installed_engine(pipe: Any, method: Method[Any]) -> Iterator[Engine]:
+    """An engine on all transformers of a pipeline."""
+    engine = Engine(pipe, find_transformers(pipe), method)
+    engine.install()
+    try:
+        yield engine
+    finally:
+        engine.uninstall()
 
 
 def built_in_prompts(pipe: Any) -> list[str]:
     """The pipeline's own calibration prompts, if it has any (the emoji model does), else prompts for any model."""
     own: Any = getattr(type(pipe), "calibration_prompts", None)
-    if own is not None:
-        return list(own())
-    return _lines(resources.files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8"))
+    return prompts_from_file(Path(__file__).with_name("prompts.txt")) if own is None else list(own())
 
 
 def prompts_from_file(path: str | Path) -> list[str]:
     """The prompts in a text file, one on each line."""
     try:
-        prompts = _lines(Path(path).read_text(encoding="utf-8"))
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"No prompts could be read from {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"No prompts could be read from {path}: it is not text.") from None
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"There are no prompts in {path}: write one on each line.")
     return prompts
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def hash_prompts(prompts: Sequence[Prompt]) -> str:

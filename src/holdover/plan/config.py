@@ -9,10 +9,11 @@ from typing import ClassVar
 
 from ..config import Config, setting
 from ..errors import ConfigError, did_you_mean
+from ..metrics import psnr, ssim
 from ..profiles import Profile
 
 DEFAULT_BUDGET = "3x"
-METRICS = ("psnr", "ssim")
+METRICS = {"psnr": psnr, "ssim": ssim}
 _TARGET = re.compile(r"\s*(\w+)\s*>=\s*(\d+(?:\.\d+)?)\s*(?:dB)?\s*")
 _SPEED_UP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*x\s*")
 
@@ -40,6 +41,10 @@ class Target:
     def __str__(self) -> str:
         return f"{self.metric}>={self.least:g}"
 
+    def implies(self, other: Target) -> bool:
+        """Whether an image that meets this target also meets the other one."""
+        return self.metric == other.metric and self.least >= other.least
+
     def misses(self, values: Sequence[float]) -> int:
         """How many values are below the target."""
         return sum(not value >= self.least for value in values)
@@ -49,17 +54,12 @@ def steps_for(budget: int | str, steps: int) -> int:
     """The number of computed steps that a budget (`10` or `"4x"`) allows in a generation of `steps` steps."""
     if isinstance(budget, int):
         return min(budget, steps)
-    return max(1, int(steps / _speed_up(budget)))
-
-
-def _speed_up(budget: str) -> float:
-    """The factor in `4x`."""
     match = _SPEED_UP.fullmatch(budget)
     if match is None or float(match[1]) < 1:
         raise ConfigError(
             f"A budget is a number of computed steps or a speed-up of at least 1x like '4x', not {budget!r}."
         )
-    return float(match[1])
+    return max(1, int(steps / float(match[1])))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PlanConfig(Config):
         if isinstance(self.budget, int) and self.budget < 1:
             raise ConfigError(f"PlanConfig.budget must be at least 1 computed step, not {self.budget}.")
         if isinstance(self.budget, str):
-            _speed_up(self.budget)
+            steps_for(self.budget, 1)
         if self.target is not None:
             Target.parsed(self.target)
         steps = self.schedule

@@ -3,7 +3,8 @@
 Symbols, for a generation of N steps:
 
 - v_i: the output of the model at step i of an uncached generation; u_i: the same with held steps. At a computed step
-  the simulation takes u_i = v_i, at a held one u_i = sum_j w_j v_j over its anchors j.
+  the simulation takes u_i = v_i, at a held one u_i = sum_j w_j v_j. The steps j are its *anchors*: the last computed
+  steps before it, at most `DEPTH`.
 - G[s,t] = <v_s, v_t> / (values in a latent): the Gram matrix of the outputs, one for each measured generation.
 - x_i: the latent before step i, and x_N the final one. Every deterministic scheduler is linear in the outputs,
   x_i = (part of x_0) + sum_k R[i,k] v_k. The (N+1, N) matrix R is the *scheduler response*. Under Euler,
@@ -12,28 +13,101 @@ Symbols, for a generation of N steps:
 
 All vectors are written as coefficients c over the outputs v_0 ... v_{N-1}, and |c|^2 = c' G c. A schedule is therefore
 simulated with a few small matrices, in microseconds.
+
+A model with guidance makes several forwards a step, its branches. Each branch may have weights of its own. They are
+fitted together to the output that the scheduler gets; `BRANCH_TIE` penalizes differences between branches, so that the
+prediction of each branch alone stays close to that branch.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ..grid import Grid
 from ..predictors import newton_weights
-from ..profiles import ProfileFacts
-from .weights import DEPTH, RIDGE, Array, Ranges, Weights, held_steps, least_squares
 
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Ranges = tuple[tuple[int, int], ...]  # first and last step of each expert; most models have one
+
+DEPTH = 4  # computed outputs that a held step is predicted from, at most
+RIDGE = 1e-7  # relative to the mean diagonal: keeps weights finite where outputs are nearly parallel
+BRANCH_TIE = 1e-3  # relative to the mean diagonal: penalty on differences between the weights of branches
 GROWTH_PERCENTILE = 75.0  # of the generations: the error growth that schedules are searched for
 EXPECTED_PERCENTILE = 90.0  # of the generations: nine in ten are expected to have a smaller error
-Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one held step: one value for each anchor, newest last.
+
+    `values` is one set of weights for all branches, or the sets of all branches one after the other.
+    """
+
+    anchors: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def of(self, branch: int) -> tuple[float, ...]:
+        """The weights of one branch."""
+        count = len(self.anchors)
+        start = branch * count if len(self.values) > count else 0
+        return self.values[start : start + count]
+
+
+def held_steps(computed: Collection[int], ranges: Ranges) -> dict[int, tuple[int, ...]]:
+    """Every held step with all computed steps before it in the same range, oldest first.
+
+    Where a model has two experts, a held step is predicted from outputs of its own expert only.
+    """
+    return {
+        step: tuple(sorted(s for s in computed if first <= s < step))
+        for first, last in ranges
+        for step in range(first, last + 1)
+        if step not in computed
+    }
+
+
+def fit_output(anchors: Sequence[int], step: int, gram: Array) -> Weights:
+    """The weights that predict the output of `step` with the least mean squared error."""
+    basis = np.eye(len(gram))
+    return Weights(tuple(anchors), tuple(map(float, least_squares(basis[list(anchors)], basis[step], gram))))
+
+
+def prediction_error(weights: Weights, step: int, steps: int) -> Array:
+    """The error of a prediction of the output of `step`, as coefficients over the outputs: 1_t - sum_j w_j 1_j.
+
+    Its squared length is the mean squared error, G_tt - 2 w'G_St + w'G_SS w for the anchors S.
+    """
+    error = np.zeros(steps)
+    error[step] = 1.0
+    error[list(weights.anchors)] -= np.asarray(weights.values)
+    return error
+
+
+def least_squares(features: Array, target: Array, gram: Array, branches: int = 1) -> Array:
+    """The weights w that minimize |F'w - y|^2 for features F and a target y, given as coefficients over the outputs.
+
+    They solve the normal equations (F G F' + ridge) w = F G y.
+    """
+    projected = features @ gram
+    return solve_ridge(projected @ features.T, projected @ target, branches)
+
+
+def solve_ridge(normal: Array, known: Array, branches: int = 1, tie: float = BRANCH_TIE) -> Array:
+    """Solve (A + m P) w = b for the normal matrix A with mean diagonal m.
+
+    P is `RIDGE` times the identity; for several branches, plus `tie` times the projection onto the differences between
+    the branches' weights.
+    """
+    penalty = RIDGE * np.eye(len(normal))
+    if branches > 1:
+        penalty += tie * np.kron(np.eye(branches) - 1 / branches, np.eye(len(normal) // branches))
+    weights: Array = np.linalg.solve(normal + np.trace(normal) / len(normal) * penalty, known)
+    return weights
 
 
 @dataclass(frozen=True)
@@ -144,83 +218,6 @@ def interpolation_matrix(known: Array, wanted: Array, points: int = 4) -> Array:
     return matrix
 
 
-def euler_response(noise: Array, first: int = 0) -> Array:
-    """The response R of Euler steps along these noise levels down to 0, starting at step `first`."""
-    steps = len(noise)
-    response = np.zeros((steps + 1, steps))
-    for step in range(first + 1, steps + 1):
-        response[step, first:step] = np.diff(np.append(noise, 0.0))[first:step]
-    return response
-
-
-def scheduler_response(scheduler: Any, grid: Grid) -> Array | None:
-    """The response R of any scheduler, found by running a copy of it on unit vectors; None if it is not linear.
-
-    Call it after `set_timesteps` and before the first step; a scheduler in the middle of a generation gives None. Steps
-    before the grid's first do not run: the latent starts there.
-    """
-    if getattr(scheduler, "step_index", None) is not None:
-        return None
-    numbers = torch.randn(3, grid.count + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            symbolic = _run_scheduler(scheduler, grid, torch.eye(grid.count + 1, dtype=torch.float64))
-            actual = _run_scheduler(scheduler, grid, numbers.T.contiguous())
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return None
-    linear = torch.allclose(symbolic @ numbers.T, actual, rtol=1e-3, atol=1e-3)
-    return symbolic[:, 1:].numpy() if linear else None
-
-
-def _run_scheduler(scheduler: Any, grid: Grid, basis: torch.Tensor) -> torch.Tensor:
-    """All latents of a generation whose initial latent and outputs are the rows of `basis`."""
-    runner = copy.deepcopy(scheduler)
-    for name, value in vars(runner).items():
-        if isinstance(value, torch.Tensor):
-            setattr(runner, name, value.cpu())
-    latents = [basis[0]] * (grid.first + 1)
-    for step in range(grid.first, grid.count):
-        output, latent = (vector.reshape(1, -1, 1, 1) for vector in (basis[1 + step], latents[-1]))
-        stepped = runner.step(output, runner.timesteps[step], latent, return_dict=False)[0]
-        latents.append(stepped.double().flatten())
-    return torch.stack(latents)
-
-
-@dataclass(frozen=True, eq=False)
-class Preconditioning:
-    """How a pipeline turns the model's output F and the latent x into the scheduler's input, scale F + carry x.
-
-    Cosmos, for example, passes (F + x) / (1 + sigma). Held is F, so plans are made of F; latents are linear in F all
-    the same, with another response. Both fields have one value for each step.
-    """
-
-    scale: Array
-    carry: Array
-
-    @classmethod
-    def of(cls, facts: ProfileFacts, noise: Array) -> Preconditioning | None:
-        """The preconditioning in a profile, interpolated to `noise`; None if the scheduler gets outputs unchanged."""
-        if not facts.scale:
-            return None
-        return cls(np.array(facts.scale), np.array(facts.carry)).at(np.array(facts.noise), noise)
-
-    def at(self, known: Array, wanted: Array) -> Preconditioning:
-        """The preconditioning on another grid of noise levels."""
-        if np.array_equal(wanted, known):
-            return self
-        return Preconditioning(*(np.interp(-wanted, -known, values) for values in (self.scale, self.carry)))
-
-    def response(self, response: Array) -> Array:
-        """The response to the model's outputs F: x = R (scale F + carry x), solved for x."""
-        before = np.linalg.solve(np.eye(len(self.scale)) - response[:-1] * self.carry, response[:-1] * self.scale)
-        return np.vstack([before, response[-1:] * self.scale + (response[-1:] * self.carry) @ before])
-
-    def model_output(self, step: int, given: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        """F, recovered from the latent and from what the scheduler was given at one step."""
-        carry, scale = float(self.carry[step]), float(self.scale[step])
-        return given.float().sub(latent, alpha=carry).div(scale)
-
-
 class ErrorModel:
     """Simulates generations with held steps, for measurements on one grid under one scheduler.
 
@@ -266,10 +263,8 @@ class ErrorModel:
             if abs(row[step]) >= 1e-12:
                 shares = np.where(np.arange(self.steps) < anchors[-1], self.options.corrected_share, 1.0)
                 target = (shares * row) @ (exact - outputs) / row[step]  # outputs[step] is still 0: v_i is in the sum
-            features = branches[:, list(anchors)]
-            values = least_squares(
-                features.reshape(-1, features.shape[-1]), target, self.measurements.mean_gram, len(branches)
-            )
+            features = np.concatenate(branches[:, list(anchors)])
+            values = least_squares(features, target, self.measurements.mean_gram, len(branches))
             weights[step] = Weights(anchors, tuple(map(float, values)))
             outputs[step] = self._predict(weights[step])
         return weights
@@ -286,10 +281,8 @@ class ErrorModel:
     def _predict(self, weights: Weights) -> Array:
         """The predicted output of a held step with its branches mixed, as coefficients over the outputs."""
         anchors = list(weights.anchors)
-        branches = [
-            np.asarray(weights.of(b)) @ outputs[anchors] for b, outputs in enumerate(self.measurements.branch_outputs)
-        ]
-        predicted: Array = np.sum(branches, axis=0)
+        by_branch = enumerate(self.measurements.branch_outputs)
+        predicted: Array = np.sum([np.asarray(weights.of(b)) @ outputs[anchors] for b, outputs in by_branch], axis=0)
         return predicted
 
     def expected_errors(self, schedules: Sequence[Sequence[int]]) -> Array:

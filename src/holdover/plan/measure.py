@@ -13,13 +13,12 @@ from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..engine.backend import find_transformers
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
@@ -31,19 +30,16 @@ from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
-from ..predictors import Newton
-from ..profiles import MagCacheProfile, Profile, ProfileFacts, TeaCacheProfile
+from ..profiles import Profile, ProfileFacts, TeaCacheProfile
 from ..teacache.estimate import SignalMeasure
-from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, hash_prompts, without_progress_bars
+from .calls import GENERATIONS, Batch, Caller, Prompt, built_in_prompts, hash_prompts, installed_engine, make_batches
 from .config import PlanConfig
-from .error_model import ErrorModel, Measurements
-from .guard import Guard
-from .identity import facts_of
-from .method import NEWTON_DEPTH, OutputPlanMethod, model_output, newton_nodes
-from .planner import GenerationSpec, PlanProblem
-from .recording import BranchMix, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
+from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
+from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
+from .method import Guard, PlanMethod
+from .planner import PlanProblem
+from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
 from .search import growing
-from .weights import Array, Weights, held_steps
 
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
@@ -78,11 +74,12 @@ def calibrate(
         raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
-    caller, parts = Caller(pipe, num_inference_steps, guidance_scale, call), list(batches(chosen, batch_size, seed))
-    bar = tqdm(total=2 * len(parts), disable=not progress, desc="calibrating", unit="run")
-    with without_progress_bars(pipe), bar, _CalibrationSession(caller, store, seams) as session:
-        for part, seeds in parts:
-            session.measure(part, seeds, bar)
+    caller, batches = Caller(pipe, num_inference_steps, guidance_scale, call), make_batches(chosen, batch_size, seed)
+    bar = tqdm(total=2 * len(batches), disable=not progress, desc="calibrating", unit="run")
+    with bar, installed_engine(pipe, NoneMethod()) as engine:
+        session = _CalibrationSession(caller, engine, store, seams)
+        for batch in batches:
+            session.measure(batch, bar)
         return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
 
 
@@ -116,10 +113,11 @@ class BlockRecorder(OutputRecorder):
             ratios.finish()
 
 
-class Probe(OutputPlanMethod):
+class Probe(PlanMethod):
     """Computes one step in six and extrapolates the others with Newton, to see how errors grow."""
 
     follows = True
+    uses_profile = False
 
     def __init__(self, record: TrajectoryRecord, measurements: Measurements) -> None:
         steps = measurements.steps
@@ -127,10 +125,7 @@ class Probe(OutputPlanMethod):
         super().__init__(PlanConfig(schedule=schedule, predictor="newton", guard=False))
         self.guard = Guard(measurements)
         self.computed: tuple[int, ...] = ()
-        self._record = record
-
-    def _find_profile(self, transformer: CachedTransformer) -> None:
-        """A probe uses no profile."""
+        self.record = record
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
         scheduled = super().policy(transformer, branch, grid)
@@ -138,32 +133,25 @@ class Probe(OutputPlanMethod):
         return scheduled
 
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
-        self._record.add_step(stepped)
+        self.record.add_step(stepped)
         if stepped.step in self.computed:
-            self.guard.observe(stepped.step, model_output(stepped, self._record.preconditioning))
+            self.guard.observe(stepped.step, model_output(stepped, self.record.preconditioning))
 
     def on_end(self) -> None:
         super().on_end()
-        self._record.finish()
+        self.record.finish()
         self.guard.is_alarmed()
 
 
-def error_growth(
-    reference: TrajectoryRecord,
-    probe: TrajectoryRecord,
-    computed: tuple[int, ...],
-    model: ErrorModel,
-    spec: GenerationSpec,
-) -> Array:
+def error_growth(reference: TrajectoryRecord, probe: Probe, model: ErrorModel, spec: GenerationSpec) -> Array:
     """(batch, N+1): log of the probe's real over its simulated squared error, before each step and at the end.
 
     It is measured at computed steps that follow held ones and at the end, and interpolated between them.
     """
-    newton = Newton(NEWTON_DEPTH, newton_nodes(spec))
-    anchors = {step: before[-NEWTON_DEPTH:] for step, before in held_steps(computed, spec.ranges).items()}
-    simulated = model.latent_errors({step: Weights(a, newton.weights(step, a)) for step, a in anchors.items()})
-    knots = [step for step in range(1, model.steps) if step in computed and step - 1 not in computed] + [model.steps]
-    real = np.stack([probe.squared_errors(reference, step) for step in knots], axis=1)
+    anchors = {step: before[-NEWTON_DEPTH:] for step, before in held_steps(probe.computed, spec.ranges).items()}
+    simulated = model.latent_errors({step: Weights(a, spec.newton.weights(step, a)) for step, a in anchors.items()})
+    knots = [step for step in probe.computed if step and step - 1 not in probe.computed] + [model.steps]
+    real = np.stack([probe.record.squared_errors(reference, step) for step in knots], axis=1)
     ratio = np.log(np.maximum(real, 1e-20) / np.maximum(simulated[:, knots], 1e-20))
     return np.stack([np.interp(range(model.steps + 1), [0, *knots], [0.0, *row]) for row in ratio])
 
@@ -171,8 +159,8 @@ def error_growth(
 class _CalibrationSession:
     """Runs pairs of an uncached generation and a probe, and collects their measurements."""
 
-    def __init__(self, caller: Caller, store: str, seams: bool) -> None:
-        self._caller, self._store, self._seams = caller, store, seams
+    def __init__(self, caller: Caller, engine: Engine, store: str, seams: bool) -> None:
+        self._caller, self._engine, self._store, self._seams = caller, engine, store, seams
         self._signals, self._ratios = SignalMeasure(None), dict[str, Calibration]()
         self._blocks_supported = True
         self._spec: GenerationSpec | None = None
@@ -181,41 +169,33 @@ class _CalibrationSession:
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
         self._guard_ratios: list[float] = []
-        self._engine = Engine(caller.pipe, find_transformers(caller.pipe), NoneMethod())
 
-    def __enter__(self) -> Self:
-        self._engine.install()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._engine.uninstall()
-
-    def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int], bar: Any) -> None:
+    def measure(self, batch: Batch, bar: Any) -> None:
         """One uncached run and one probe of the same images."""
-        with TrajectoryRecord(
-            self._store,
-            keep_outputs=True,
-            keep_branches=True,
-            keep_residuals=self._seams,
-            announce=None if self._mixes else partial(self._announce, bar),
-        ) as reference:
-            images, spec = self._run_uncached(reference, prompts, seeds)
+        keep: tuple[Kept, ...] = ("outputs", "branches", "residuals") if self._seams else ("outputs", "branches")
+        announce = None if self._mixes else partial(self._announce, bar)
+        with TrajectoryRecord(self._store, keep, announce=announce) as reference:
+            images, spec = self._run_uncached(reference, batch)
             self._check_steps(reference.steps, spec)
             bar.update()
             mix = find_mix(reference.branches, reference.outputs, reference.latents)
             for name, grams in reference.residual_grams().items():
                 self._residual_grams.setdefault(name, []).append(grams)
             measurements = mix.measurements(spec.noise).merged
-            problem = PlanProblem(spec, measurements, preconditioning=mix.preconditioning)
-            with TrajectoryRecord(self._store, preconditioning=mix.preconditioning) as probe:
-                method = Probe(probe, measurements)
-                probe_images = self._run(method, prompts, seeds)
+            response = PlanProblem(spec, measurements, preconditioning=mix.preconditioning).response
+            model = ErrorModel(measurements, response, spec.ranges)
+            with TrajectoryRecord(self._store, preconditioning=mix.preconditioning) as record:
+                probe = Probe(record, measurements)
+                probe_images = self._run(probe, batch)
                 bar.update()
-                model = ErrorModel(measurements, problem.response, spec.ranges)
-                self._growth.append(error_growth(reference, probe, method.computed, model, spec))
-                self._compare(images, probe_images, probe.squared_errors(reference, reference.steps))
-            self._guard_ratios += method.guard.ratios
-            self._mixes.append(mix)
+                self._growth.append(error_growth(reference, probe, model, spec))
+                errors = record.squared_errors(reference, reference.steps)
+        if images is not None and probe_images is not None and len(images) == len(errors):
+            quality = each(psnr, probe_images, images).double().cpu().numpy()
+            offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
+            self._psnr_offsets += offsets[np.isfinite(offsets)].tolist()
+        self._guard_ratios += probe.guard.ratios
+        self._mixes.append(mix)
 
     def _announce(self, bar: Any, latent: torch.Tensor) -> None:
         """State the memory that the trajectories take, before it is used."""
@@ -226,29 +206,26 @@ class _CalibrationSession:
         else:
             bar.write(text)
 
-    def _run_uncached(
-        self, record: TrajectoryRecord, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[torch.Tensor | None, GenerationSpec]:
+    def _run_uncached(self, record: TrajectoryRecord, batch: Batch) -> tuple[torch.Tensor | None, GenerationSpec]:
         """An uncached run that records the blocks, or the outputs alone if the blocks cannot be held."""
-        method = (
-            BlockRecorder(record, self._signals, self._ratios) if self._blocks_supported else OutputRecorder(record)
-        )
+        blocks = self._blocks_supported
+        method = BlockRecorder(record, self._signals, self._ratios) if blocks else OutputRecorder(record)
         try:
-            images = self._run(method, prompts, seeds)
+            images = self._run(method, batch)
         except UnsupportedModelError as error:
-            if not self._blocks_supported:
+            if not blocks:
                 raise
             logger.warning("This model supports plans only, because its blocks cannot be held: %s", error)
             self._blocks_supported = False
             record.clear()
-            return self._run_uncached(record, prompts, seeds)
+            return self._run_uncached(record, batch)
         if method.spec is None:
             raise HoldoverError("The pipeline did not call its transformer: there is nothing to measure.")
         return images, method.spec
 
-    def _run(self, method: Method, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
+    def _run(self, method: Method[Any], batch: Batch) -> torch.Tensor | None:
         with self._engine.use(method):
-            return self._caller(prompts, seeds)
+            return self._caller(*batch)
 
     def _check_steps(self, steps: int, spec: GenerationSpec) -> None:
         """Every generation must run all steps of the same noise levels."""
@@ -261,19 +238,20 @@ class _CalibrationSession:
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
         self._spec = spec
 
-    def _compare(self, images: torch.Tensor | None, probe_images: torch.Tensor | None, errors: Array) -> None:
-        """Record the offset from the error of the final latent to the PSNR of the image, in dB."""
-        if images is not None and probe_images is not None and len(images) == len(errors):
-            quality = each(psnr, probe_images, images).double().cpu().numpy()
-            offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
-            self._psnr_offsets.extend(float(offset) for offset in offsets if np.isfinite(offset))
-
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """All measurements with their provenance."""
         assert self._spec is not None
         pipe, caller, spec, mix = self._caller.pipe, self._caller, self._spec, merge_runs(self._mixes)
-        preconditioning, ratios = mix.preconditioning, self._guard_ratios
+        preconditioning, guard_ratios = mix.preconditioning, self._guard_ratios
         transformers = [transformer for transformer in self._engine.transformers if transformer.name in self._ratios]
+        tea_cache: list[tuple[str, TeaCacheProfile]] = []
+        for transformer in transformers:
+            try:
+                fit = self._signals.profile(transformer, _POLYNOMIAL_DEGREE, len(prompts))
+                tea_cache.append((transformer.name, fit))
+            except ConfigError as error:  # a signal that does not change
+                logger.warning("No TeaCache coefficients for %s: %s", transformer.name, error)
+        mag_cache = {transformer.name: self._ratios[transformer.name].profile() for transformer in transformers}
         facts = ProfileFacts(
             name=name,
             pipeline=type(pipe).__name__,
@@ -292,31 +270,16 @@ class _CalibrationSession:
             call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
             starts=tuple(first for first, _ in spec.ranges),
             psnr_offset=float(np.mean(self._psnr_offsets)) if self._psnr_offsets else None,
-            surprise=(median(ratios), max(ratios)) if ratios else (),
-            tea_cache=tuple(
-                (u.name, fit) for u in transformers if (fit := self._tea_cache(u, len(prompts))) is not None
-            ),
-            mag_cache=tuple((u.name, self._mag_cache(u)) for u in transformers),
+            surprise=(median(guard_ratios), max(guard_ratios)) if guard_ratios else (),
+            tea_cache=tuple(tea_cache),
+            mag_cache=tuple((name, ratios) for name, ratios in mag_cache.items() if ratios is not None),
         )
         residual_grams = {name: np.concatenate(grams) for name, grams in self._residual_grams.items()}
         return Profile(facts, mix.grams, np.concatenate(self._growth), residual_grams)
-
-    def _tea_cache(self, transformer: CachedTransformer, generations: int) -> TeaCacheProfile | None:
-        """TeaCache's polynomial; None for a signal that does not change."""
-        try:
-            return self._signals.profile(transformer, _POLYNOMIAL_DEGREE, generations)
-        except ConfigError as error:
-            logger.warning("No TeaCache coefficients for %s: %s", transformer.name, error)
-            return None
-
-    def _mag_cache(self, transformer: CachedTransformer) -> MagCacheProfile:
-        profile = self._ratios[transformer.name].profile()
-        assert profile is not None
-        return profile
 
 
 def _version(library: str) -> str:
     try:
         return version(library)
-    except PackageNotFoundError:
+    except PackageNotFoundError:  # used from a source tree
         return "unknown"

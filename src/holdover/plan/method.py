@@ -2,16 +2,26 @@
 
 Before the first step of a generation, `PlanMethod` looks up or makes the plan for this kind of generation. After that
 nothing is decided: the policy is a table of computed steps, and the predictor a table of weights.
+
+The guard notices a generation that is harder to predict than those the plan was made on. At each computed step t the
+output is also predicted from the computed steps before it. The *ratio* of the step is the relative squared error of
+that prediction, |v_t - sum_j w_j v_j|^2 / |v_t|^2, divided by the largest relative error in the measured generations.
+Calibration records how large ratios usually are in a generation with held steps.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
+from math import isfinite
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..engine.backend import EngineBackend
@@ -19,39 +29,100 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
+from ..engine.parallel import SINGLE_PROCESS, Groups, largest_on_device
+from ..engine.signals import AsyncScalar
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning
 from ..grid import Grid
 from ..policies.base import Scheduled
-from ..predictors import Newton, Predictor
+from ..predictors import Newton
 from ..profiles import Profile
 from .config import PlanConfig
-from .error_model import Preconditioning
-from .guard import Guard
-from .identity import check_profile, resolve_profile
-from .planner import GenerationSpec, Planner, PlanProblem, describe_generation, generation_key, plan_problem
-from .weights import Plan, PlanPredictor, Weights, digest_weights
+from .error_model import DEPTH, Measurements, Weights, fit_output, prediction_error
+from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
+from .planner import Plan, Planner, PlanProblem, digest_weights, plan_problem
 
-NEWTON_DEPTH = 2
+HARD_FACTOR = 2.0  # times the largest ratio in the calibration: compute one more step
+MISMATCH_FACTOR = 8.0  # times its median ratio, over a whole generation: the model is not the one that was measured
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
+
+
+class Guard:
+    """Watches the outputs of one generation; `usual` is the median and the largest ratio in the calibration.
+
+    Ratios are copied to the host asynchronously and read one step later. Over several ranks the ratio is the largest of
+    all ranks, and all ranks read it at the same step.
+    """
+
+    def __init__(
+        self, measurements: Measurements, usual: tuple[float, float] = (1.0, 1.0), groups: Groups = SINGLE_PROCESS
+    ) -> None:
+        self._measurements, self._usual, self._groups = measurements, usual, groups
+        self._outputs: deque[tuple[int, torch.Tensor]] = deque(maxlen=DEPTH)
+        self._pending: deque[AsyncScalar] = deque()
+        self._postponed = 0
+        self.ratios: list[float] = []
+
+    def observe(self, step: int, output: torch.Tensor) -> None:
+        """Compare the output of a computed step with its prediction from the computed steps before it."""
+        if len(self._outputs) > 1:
+            measured = self._measurements
+            weights = fit_output([s for s, _ in self._outputs], step, measured.mean_gram)
+            error = output.float()
+            for weight, (_, earlier) in zip(weights.values, self._outputs, strict=True):
+                error = error.sub(earlier, alpha=weight)
+            size = output.float().flatten(1).square().sum(1).clamp_min(1e-12)
+            relative = (error.flatten(1).square().sum(1) / size).max()  # of the worst image in the batch
+            known = measured.squared_norm(prediction_error(weights, step, measured.steps))
+            largest = float((known / np.maximum(measured.grams[:, step, step], 1e-12)).max())
+            self._pending.append(AsyncScalar(largest_on_device(self._groups, relative / max(1e-12, largest))))
+        self._outputs.append((step, output))
+
+    def is_alarmed(self) -> bool:
+        """Read the ratios that have arrived since the last call; True if one is far above those measured.
+
+        Over several ranks, all ratios but those of the current step are read.
+        """
+        if not self._groups.all or all(ratio.immediate for ratio in self._pending):
+            due = sum(1 for _ in takewhile(lambda ratio: ratio.ready, self._pending))
+        else:
+            due, self._postponed = self._postponed, len(self._pending) - self._postponed
+        arrived = [self._pending.popleft().read() for _ in range(due)]
+        self.ratios += arrived
+        return any(not isfinite(ratio) or ratio > HARD_FACTOR * self._usual[1] for ratio in arrived)
+
+    def mismatch(self) -> float | None:
+        """How many times the usual the median ratio of the generation is, if no hard prompt can explain it."""
+        self.is_alarmed()
+        factor = median(self.ratios) / self._usual[0] if len(self.ratios) > 2 else 0.0
+        return factor if factor > MISMATCH_FACTOR else None
+
+
+@dataclass(frozen=True)
+class PlanPredictor:
+    """Predicts held steps of one branch with the weights of a plan, or with Newton where the anchors differ.
+
+    `planned` returns the weights of a held step: the guard may add computed steps while the generation runs.
+    """
+
+    planned: Callable[[int], Weights | None]
+    branch: int
+    fallback: Newton
+    depth: int = DEPTH
+
+    def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
+        planned = self.planned(step)
+        if planned is None or planned.anchors != tuple(anchors[-len(planned.anchors) :]):
+            return self.fallback.weights(step, anchors)
+        return (0.0,) * (len(anchors) - len(planned.anchors)) + planned.of(self.branch)
 
 
 class PlanMemory:
     """What the plan methods of one backend share: plan problems, and which profiles were checked on which model."""
 
     def __init__(self) -> None:
-        self._problems: RecentDict[Any, PlanProblem] = RecentDict(_CACHED_KINDS)
+        self.problems: RecentDict[Any, PlanProblem] = RecentDict(_CACHED_KINDS)
         self.checked: set[tuple[CachedTransformer, str]] = set()
-
-    def problem(
-        self, pipeline: Any, transformers: list[CachedTransformer], grid: Grid, profile: Profile | None
-    ) -> PlanProblem:
-        """The plan problem of a generation that starts."""
-        key = (None if profile is None else profile.digest, *generation_key(pipeline, transformers, grid))
-        found = self._problems.get(key)
-        if found is None:
-            found = self._problems[key] = plan_problem(describe_generation(pipeline, transformers, grid), profile)
-        return found
 
 
 @dataclass
@@ -67,9 +138,10 @@ class _GenerationState:
 
 
 class PlanMethod(Method[PlanConfig]):
-    """Plans each kind of generation once, before its first step."""
+    """Holds the transformer's output: nothing inside it runs at a held step. Plans each kind of generation once."""
 
     name = "plan"
+    uses_profile = True  # False: plans are made without a profile, even if one ships for this model
 
     def __init__(self, config: PlanConfig, memory: PlanMemory | None = None) -> None:
         super().__init__(config)
@@ -92,11 +164,14 @@ class PlanMethod(Method[PlanConfig]):
         """A hash of the weights of the plan that was made last."""
         return digest_weights(next(reversed(self._plans.values())).weights) if self._plans else ""
 
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        return OutputRunner(transformer)
+
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
         self._pipeline = pipeline
         if len(self._transformers) == 1:
-            self._profile = self._find_profile(transformer)
+            self._profile = resolve_profile(self.config.profile, transformer.core) if self.uses_profile else None
             self._planner = Planner(self.config, self._profile)
         if self._profile is None:
             if self.config.predictor == "least_squares" or self.config.target is not None:
@@ -107,10 +182,6 @@ class PlanMethod(Method[PlanConfig]):
             self._memory.checked.add((transformer, self._profile.digest))
         return (f"{transformer.name}: profile {self._profile.name}",)
 
-    def _find_profile(self, transformer: CachedTransformer) -> Profile | None:
-        """The profile that plans are made from."""
-        return resolve_profile(self.config.profile, transformer.core)
-
     def on_start(self) -> None:
         self._state = None
 
@@ -118,14 +189,12 @@ class PlanMethod(Method[PlanConfig]):
         state = self._current_state(grid)
         return Scheduled(frozenset(state.plan.computed), state.added)
 
-    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Predictor:
+    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
         state = self._current_state(grid)
         state.branches.add(branch)
         separate = state.problem.branches
-        newton = Newton(NEWTON_DEPTH, newton_nodes(state.problem.spec))
-        return PlanPredictor(
-            self._plan_source(transformer, state), separate.index(branch) if branch in separate else 0, newton
-        )
+        index = separate.index(branch) if branch in separate else 0
+        return PlanPredictor(partial(self._planned_weights, state), index, state.problem.spec.newton)
 
     def _current_state(self, grid: Grid) -> _GenerationState:
         """The state of the running generation; its plan is made, or found, at the first forward."""
@@ -135,31 +204,31 @@ class PlanMethod(Method[PlanConfig]):
                     "A plan needs the number of steps: call cache.refresh(transformer, num_inference_steps) before "
                     "the loop, or enable it on the pipeline."
                 )
-            problem = self._memory.problem(self._pipeline, self._transformers, grid, self._profile)
+            running, profile = (self._pipeline, self._transformers, grid), self._profile
+            key = (None if profile is None else profile.digest, *generation_key(*running))
+            problem = self._memory.problems.get(key)
+            if problem is None:
+                problem = self._memory.problems[key] = plan_problem(describe_generation(*running), profile)
             if problem not in self._plans:
                 self._plans[problem] = self._planner.plan(problem)
                 self._transformers[0].notes.update(self._plans[problem].notes)
             self._state = _GenerationState(problem, self._plans[problem])
         return self._state
 
-    def _plan_source(self, transformer: CachedTransformer, state: _GenerationState) -> Callable[[], Plan]:
-        """A function that returns the current plan with the weights for this transformer."""
-        return partial(self._current_plan, state)
-
-    def _current_plan(self, state: _GenerationState) -> Plan:
-        """The current plan. After the first step the branches are known: if they are not those that were measured, all
-        of them get the same weights.
-        """
+    def _planned_weights(self, state: _GenerationState, step: int) -> Weights | None:
+        """The weights of a held step in the current plan."""
         if not state.branches_known:
-            state.branches_known = True
-            measured, count = (
-                set(state.problem.branches),
-                len(state.branches) * self._transformers[0].groups.cfg_rank[1],
-            )
-            if measured and (not state.branches <= measured or count != len(measured)):
-                state.problem = state.problem.merged
-                self._replan(state, state.plan.computed)
-        return state.plan
+            self._check_branches(state)
+        return state.plan.weights.get(step)
+
+    def _check_branches(self, state: _GenerationState) -> None:
+        """After the first step: if the branches are not those that were measured, all of them get the same weights."""
+        state.branches_known = True
+        measured = set(state.problem.branches)
+        count = len(state.branches) * self._transformers[0].groups.cfg_rank[1]
+        if measured and (not state.branches <= measured or count != len(measured)):
+            state.problem = state.problem.merged
+            self._replan(state, state.plan.computed)
 
     def _replan(self, state: _GenerationState, computed: tuple[int, ...]) -> None:
         """Continue with another schedule and its weights."""
@@ -173,7 +242,8 @@ class PlanMethod(Method[PlanConfig]):
         state = self._state
         if state is None or not isinstance(stepped.output, torch.Tensor):
             return
-        self._current_plan(state)
+        if not state.branches_known:
+            self._check_branches(state)
         state.guard = state.guard or self._make_guard(state.problem)
         if state.guard is None:
             return
@@ -184,13 +254,12 @@ class PlanMethod(Method[PlanConfig]):
 
     def _make_guard(self, problem: PlanProblem) -> Guard | None:
         """A guard for one generation; None without measured ratios, or on a finer grid than was measured."""
-        profile, measurements = self._profile, problem.measurements
-        if not self.follows or profile is None or measurements is None or not profile.facts.surprise:
+        if self._profile is None or problem.measurements is None or not self._profile.facts.surprise:
             return None
-        if measurements.steps > len(profile.facts.noise):
+        if problem.measurements.steps > len(self._profile.facts.noise):
             return None
-        usual, largest = profile.facts.surprise
-        return Guard(measurements.merged, (usual, largest), self._transformers[0].groups)
+        usual, largest = self._profile.facts.surprise
+        return Guard(problem.measurements.merged, (usual, largest), self._transformers[0].groups)
 
     def _add_step(self, state: _GenerationState, step: int) -> None:
         """Compute one more step, in the middle of the next gap; a plan grows by a quarter at most."""
@@ -220,22 +289,18 @@ class PlanMethod(Method[PlanConfig]):
             )
 
 
-class OutputPlanMethod(PlanMethod):
-    """Holds the transformer's output: nothing inside the transformer runs at a held step."""
-
-    def make_runner(self, transformer: CachedTransformer) -> Runner:
-        return OutputRunner(transformer)
-
-
 class ResidualPlanMethod(PlanMethod):
-    """Holds the residuals of the blocks: embedders and output layers run at every step."""
+    """Holds the residuals of the blocks instead: embedders and output layers run at every step."""
 
     follows = False
 
-    def _plan_source(self, transformer: CachedTransformer, state: _GenerationState) -> Callable[[], Plan]:
+    def make_runner(self, transformer: CachedTransformer) -> Runner:
+        return Method.make_runner(self, transformer)
+
+    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
+        state = self._current_state(grid)
         weights = self._planner.residual_weights(state.problem.spec, transformer.name, state.plan.computed)
-        plan = replace(state.plan, weights=weights)
-        return lambda: plan
+        return PlanPredictor(weights.get, 0, state.problem.spec.newton)
 
 
 class PlanBackend(EngineBackend[PlanConfig]):
@@ -248,7 +313,7 @@ class PlanBackend(EngineBackend[PlanConfig]):
         self._memory = PlanMemory()
 
     def make_method(self, settings: PlanConfig) -> PlanMethod:
-        kind = ResidualPlanMethod if settings.quantity == "seam" else OutputPlanMethod
+        kind = ResidualPlanMethod if settings.quantity == "seam" else PlanMethod
         return kind(settings, self._memory)
 
     def plan_digest(self) -> str:
@@ -256,17 +321,3 @@ class PlanBackend(EngineBackend[PlanConfig]):
         method = self._require_engine().method
         assert isinstance(method, PlanMethod)
         return method.digest
-
-
-def model_output(stepped: SchedulerStep, preconditioning: Preconditioning | None) -> torch.Tensor:
-    """The model's output at a scheduler step, with its branches mixed."""
-    output: torch.Tensor = stepped.output
-    if preconditioning is None:
-        return output
-    return preconditioning.model_output(stepped.step, output, stepped.sample)
-
-
-def newton_nodes(spec: GenerationSpec) -> tuple[float, ...]:
-    """The nodes of Newton's extrapolation: the noise levels, or the step indices where two levels are equal (Heun)."""
-    nodes = spec.noise.tolist()
-    return tuple(nodes) if len(set(nodes)) == len(nodes) else tuple(map(float, range(len(nodes))))

@@ -1,85 +1,43 @@
 """From settings, a profile and a generation about to start to a plan.
 
-`describe_generation` reads what will run off the pipeline and its scheduler. `plan_problem` brings a profile's
-measurements to those noise levels and that guidance. `Planner` then chooses a schedule and its weights: one that was
-tried on the model itself where the profile has it, else the best one found by search.
+`plan_problem` brings a profile's measurements to the noise levels and the guidance of the generation. `Planner` then
+chooses a schedule and its weights: one that was tried on the model itself where the profile has it, else the best one
+found by search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from ..engine.install import CachedTransformer
 from ..errors import ConfigError
-from ..grid import Grid
 from ..profiles import Certificate, MeasuredPlan, Profile
 from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
-from .error_model import ErrorModel, Measurements, Preconditioning, euler_response, scheduler_response
-from .identity import adapters
+from .error_model import DEPTH, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
+from .generation import GenerationSpec, Preconditioning, euler_response
 from .search import CandidateSchedule, ScheduleSearch, growing
-from .weights import DEPTH, Array, Plan, Ranges, Weights, digest_weights, fit_output, held_steps, hold_weights
 
 _MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
 
 
 @dataclass(frozen=True, eq=False)
-class GenerationSpec:
-    """What a generation runs: noise levels, steps, scheduler, guidance and adapters, known before its first step.
+class Plan:
+    """A schedule and the weights of its held steps; `notes` say where it comes from and what quality to expect."""
 
-    `ranges` has the first and last step that run: one pair, or one for each of two experts. `response` says how much of
-    each scheduler input is in each latent.
-    """
-
-    noise: Array
-    ranges: Ranges
-    response: Array
-    scheduler: str = ""
-    guidance: float | None = None
-    adapters: tuple[str, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """How many steps run."""
-        return sum(last - first + 1 for first, last in self.ranges)
-
-    @property
-    def last(self) -> int:
-        """The last step that runs."""
-        return self.ranges[-1][1]
+    computed: tuple[int, ...]
+    weights: Mapping[int, Weights]
+    notes: tuple[str, ...] = ()
 
 
-def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> GenerationSpec:
-    """The spec of a generation; call it at the first forward, when the scheduler is set and has not stepped yet."""
-    scheduler = getattr(pipeline, "scheduler", None)
-    whole = grid.between(grid.first, grid.count - 1)
-    noise = np.array(grid.noise) if grid.noise else np.linspace(1.0, 1.0 / grid.count, grid.count)
-    response = None if scheduler is None else scheduler_response(scheduler, whole)
-    guidance: Any = getattr(pipeline, "guidance_scale", None)
-    ranges = sorted({(g.first, g.last) for g in (u.family.range_of(pipeline, u.module, whole) for u in transformers)})
-    if not ranges or any(a[1] >= b[0] for a, b in pairwise(ranges)):  # transformers that run at the same steps
-        ranges = [(whole.first, whole.last)]
-    return GenerationSpec(
-        noise,
-        tuple(ranges),
-        euler_response(noise, whole.first) if response is None else response,
-        "" if scheduler is None else type(scheduler).__name__,
-        float(guidance) if isinstance(guidance, (int, float)) else None,
-        tuple(adapter for transformer in transformers for adapter in adapters(transformer.core)),
-    )
-
-
-def generation_key(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> tuple[Any, ...]:
-    """A key that is equal for generations with the same spec, found without running the scheduler."""
-    scheduler = getattr(pipeline, "scheduler", None)
-    config, guidance = str(getattr(scheduler, "config", None)), getattr(pipeline, "guidance_scale", None)
-    attached = tuple(adapter for transformer in transformers for adapter in adapters(transformer.core))
-    return grid.count, grid.noise, grid.first, type(scheduler), config, str(guidance), attached
+def digest_weights(weights: Mapping[int, Weights]) -> str:
+    """A hash of a plan's weights, rounded to six digits."""
+    rounded = [(step, w.anchors, [f"{value:.6g}" for value in w.values]) for step, w in sorted(weights.items())]
+    return hashlib.sha256(str(rounded).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,16 +138,16 @@ class Planner:
         """The weights of the held steps of a schedule; empty where held steps are extrapolated with Newton."""
         ranges = problem.spec.ranges
         if self._config.predictor == "hold":
-            return hold_weights(computed, ranges)
+            return _hold_weights(computed, ranges)
         if problem.search is None or not self.fits_weights:
             return {}
         tried = next((s for s in self._tried_schedules(problem) if s.computed == tuple(computed)), None)
-        return problem.search.weights(computed) if tried is None else _stored_weights(tried, ranges)
+        return problem.search.model.fit_weights(computed) if tried is None else _stored_weights(tried, ranges)
 
     def residual_weights(self, spec: GenerationSpec, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
         """The weights for residuals instead of outputs, each fitted to the residual of its own step."""
         if self._config.predictor == "hold":
-            return hold_weights(computed, spec.ranges)
+            return _hold_weights(computed, spec.ranges)
         grams = None if self._profile is None else self._profile.seams.get(transformer)
         if grams is None or self._profile is None or not self.fits_weights:
             return {}
@@ -197,25 +155,6 @@ class Planner:
         gram = Measurements(np.array(self._profile.facts.noise), grams, no_growth).at(spec.noise).mean_gram
         held = {step: before for step, before in held_steps(computed, spec.ranges).items() if gram[step, step] > 0}
         return {step: fit_output(before[-2:], step, gram) for step, before in held.items()}
-
-    def certificate(self, target: Target, problem: PlanProblem) -> Certificate | None:
-        """The certificate of the fastest plan that meets a target and is exactly the plan that would run.
-
-        That is: the same noise levels, scheduler, guidance, adapters, schedule and weights.
-        """
-        if self._profile is None or not self.fits_weights or self._config.quantity != "output":
-            return None
-        valid = []
-        for certificate in self._profile.facts.certificates:
-            certified = Target.parsed(certificate.target)
-            if (
-                (certified.metric == target.metric and certified.least >= target.least)
-                and _applies(certificate, problem.spec)
-                and certificate.adapters == problem.spec.adapters
-                and certificate.plan == digest_weights(self.weights(problem, certificate.computed))
-            ):
-                valid.append(certificate)
-        return min(valid, key=lambda c: len(c.computed), default=None)
 
     def _choose(self, problem: PlanProblem) -> CandidateSchedule:
         """The schedule that the configuration asks for."""
@@ -242,12 +181,26 @@ class Planner:
         return search.frontier[max(budget, len(spec.ranges))]
 
     def _choose_for_target(self, target: Target, problem: PlanProblem) -> CandidateSchedule:
-        """The fastest schedule that is certified for a target, else the fastest that is expected to meet it."""
-        if problem.search is None or self._profile is None:
-            raise ConfigError(f"{target} needs a profile: measure one with holdover.calibrate(pipe, ...).")
-        certificate = self.certificate(target, problem)
-        if certificate is not None:
-            return problem.search.evaluate(certificate.computed, f"certified for {certificate.target}")
+        """The fastest schedule that is certified for a target, else the fastest that is expected to meet it.
+
+        A certificate is valid for exactly the plan that was tried: same noise levels, scheduler, guidance, adapters,
+        schedule and weights.
+        """
+        assert problem.search is not None  # enabling for a target without a profile is refused
+        assert self._profile is not None
+        certified = [
+            certificate
+            for certificate in self._profile.facts.certificates
+            if self.fits_weights
+            and self._config.quantity == "output"
+            and Target.parsed(certificate.target).implies(target)
+            and _applies(certificate, problem.spec)
+            and certificate.adapters == problem.spec.adapters
+            and certificate.plan == digest_weights(self.weights(problem, certificate.computed))
+        ]
+        if certified:
+            fastest = min(certified, key=lambda certificate: len(certificate.computed))
+            return problem.search.evaluate(fastest.computed, f"certified for {fastest.target}")
         offset = self._profile.facts.psnr_offset
         if target.metric != "psnr" or offset is None:
             raise ConfigError(f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, ...) first.")
@@ -257,6 +210,11 @@ class Planner:
         """The profile's schedules that were tried on the model under the same conditions and branches."""
         known = () if self._profile is None else self._profile.facts.schedules
         return [s for s in known if s.branches in ((), problem.branches) and _applies(s, problem.spec)]
+
+
+def _hold_weights(computed: Collection[int], ranges: Ranges) -> dict[int, Weights]:
+    """Weights that repeat the last computed output."""
+    return {step: Weights(before[-1:], (1.0,)) for step, before in held_steps(computed, ranges).items()}
 
 
 def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:

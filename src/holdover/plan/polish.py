@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..engine.backend import find_transformers
 from ..engine.clock import SchedulerStep
-from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
 from ..engine.method import Method
 from ..engine.state import ComputedForward
@@ -35,17 +33,16 @@ from ..errors import ConfigError
 from ..grid import Grid
 from ..metrics import PSNR_CAP
 from ..models.inputs import iter_tensors
-from ..predictors import Predictor
 from ..profiles import MeasuredPlan, Profile
-from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, without_progress_bars
+from .calls import GENERATIONS, Batch, Caller, Prompt, built_in_prompts, installed_engine, make_batches
 from .config import PlanConfig
-from .error_model import Preconditioning
-from .method import OutputPlanMethod, model_output
+from .error_model import BRANCH_TIE, DEPTH, Weights, held_steps, solve_ridge
+from .generation import Preconditioning, model_output
+from .method import PlanMethod, PlanPredictor
 from .planner import PlanProblem, plan_problem, search_profile
-from .recording import OutputRecorder, TensorStore, TrajectoryRecord
+from .recording import OutputRecorder, TrajectoryRecord
 from .search import neighbors
 from .tune import Trials
-from .weights import BRANCH_TIE, DEPTH, Weights, solve_ridge
 
 MAX_TRIALS = 60
 FITTED_BELOW = 0.5  # noise level; held steps above it keep their simulated weights
@@ -82,52 +79,39 @@ def polish(
     polished = [s.computed for s in facts.schedules if (len(s.computed), s.noise) == (budget, facts.noise)]
     starts = polished[:1] + search.alternatives(budget)
     caller, half = Caller.like(profile, pipe, call), len(chosen) // 2
-    fitted_on = next(batches(chosen[:half], batch_size, seed))
-    with (
-        without_progress_bars(pipe),
-        tqdm(total=trials, disable=not progress, desc="polishing", unit="trial") as bar,
-        WeightFitter(caller, profile, *fitted_on) as fitter,
-        Trials(caller, chosen[half:], seed + half, batch_size) as judge,
-    ):
+    batch = make_batches(chosen[:half], batch_size, seed)[0]
+    with tqdm(total=trials, disable=not progress, desc="polishing", unit="trial") as bar:
+        fitter = WeightFitter(caller, profile, batch)
+        judge = Trials(caller, chosen[half:], seed + half, batch_size)
         judge.generate_references()
         score, best = _LocalSearch(profile, type(pipe.scheduler).__name__, fitter, judge, bar).run(starts)
-        own_score = _score(judge.values(profile, "psnr", starts[0]))
+        own_score = _score(judge.run(profile, "psnr", starts[0])[0])
     return _with_schedule(profile, best) if score > own_score else profile
 
 
 class WeightFitter:
-    """Fits the weights of schedules on one batch of prompts; a context manager that frees the uncached outputs."""
+    """Fits the weights of schedules on one batch of prompts, which is first generated uncached."""
 
-    def __init__(self, caller: Caller, profile: Profile, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        self._caller, self._profile = caller, profile
-        self._prompts, self._seeds = prompts, seeds
+    def __init__(self, caller: Caller, profile: Profile, batch: Batch) -> None:
+        self._caller, self._profile, self._batch = caller, profile, batch
         preconditioning = Preconditioning.of(profile.facts, np.array(profile.facts.noise))
-        self._uncached = TrajectoryRecord("device", keep_outputs=True, preconditioning=preconditioning)
-
-    def __enter__(self) -> Self:
-        self._run(OutputRecorder(self._uncached))
-        self._uncached.latents.clear()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._uncached.close()
+        uncached = TrajectoryRecord("device", ["outputs"], preconditioning)
+        self._run(OutputRecorder(uncached))
+        uncached.latents.clear()
+        self._outputs = uncached.outputs
 
     def fit(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
         """The weights of all held steps, in order; branches have their own unless `tie` is None."""
-        fit = RealPathFit(self._profile, computed, self._uncached.outputs, tie)
+        fit = RealPathFit(self._profile, computed, self._outputs, tie)
         self._run(fit)
-        return tuple(weight for step in sorted(fit.fitted) for weight in fit.fitted[step])
+        return tuple(value for _, weights in sorted(fit.weights.items()) for value in weights.values)
 
-    def _run(self, method: Method) -> None:
-        engine = Engine(self._caller.pipe, find_transformers(self._caller.pipe), method)
-        engine.install()
-        try:
-            self._caller(self._prompts, self._seeds)
-        finally:
-            engine.uninstall()
+    def _run(self, method: Method[Any]) -> None:
+        with installed_engine(self._caller.pipe, method):
+            self._caller(*self._batch)
 
 
-class RealPathFit(OutputPlanMethod):
+class RealPathFit(PlanMethod):
     """Runs a schedule and fits the weights of each held step when it comes, next to the outputs of the uncached run.
 
     Branches have weights of their own unless `tie` is None.
@@ -135,30 +119,30 @@ class RealPathFit(OutputPlanMethod):
 
     follows = True
     observes = True
+    uses_profile = False  # weights of early steps come from the measured profile, all others are fitted here
 
-    def __init__(self, profile: Profile, computed: tuple[int, ...], uncached: TensorStore, tie: float | None) -> None:
+    def __init__(
+        self, profile: Profile, computed: tuple[int, ...], uncached: Sequence[torch.Tensor], tie: float | None
+    ) -> None:
         super().__init__(PlanConfig(schedule=computed, guard=False))
         facts = profile.facts
         self._measured_profile, self._computed, self._uncached = profile, computed, uncached
         self._mix = {} if tie is None else dict(zip(facts.branches, facts.mix, strict=True))
         self._tie = tie or 0.0
         self._problem: PlanProblem | None = None
-        self._simulated: dict[int, Weights] = {}
         self._branch_outputs: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
-        self.fitted: dict[int, tuple[float, ...]] = {}
+        self.weights: dict[int, Weights] = {}
 
-    def _find_profile(self, transformer: CachedTransformer) -> None:
-        """The schedule runs without a profile; the profile's weights are used for early steps only."""
-
-    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Predictor:
+    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
+        spec = self._current_state(grid).problem.spec
         if self._problem is None:
-            self._problem = problem = plan_problem(self._current_state(grid).problem.spec, self._measured_profile)
+            self._problem = problem = plan_problem(spec, self._measured_profile)
             search = problem.search if self._mix else problem.merged.search
             assert search is not None
-            simulated, noise = search.weights(self._computed), problem.spec.noise
-            self._simulated = {step: w for step, w in simulated.items() if noise[step] > FITTED_BELOW}
-        return _FittedPredictor(self, list(self._mix).index(branch) if self._mix else 0)
+            simulated = search.model.fit_weights(self._computed)
+            self.weights = {step: weights for step, weights in simulated.items() if spec.noise[step] > FITTED_BELOW}
+        return PlanPredictor(self._weights_of, list(self._mix).index(branch) if self._mix else 0, spec.newton)
 
     def observe(self, computed: ComputedForward) -> None:
         if self._mix:
@@ -169,43 +153,25 @@ class RealPathFit(OutputPlanMethod):
         assert self._problem is not None
         self._outputs.append(model_output(stepped, self._problem.preconditioning).detach().float().clone())
 
-    def weights(self, step: int, anchors: Sequence[int], branch: int) -> tuple[float, ...]:
-        """The weights of a held step for one branch."""
-        if step not in self.fitted:
-            simulated = self._simulated.get(step)
-            self.fitted[step] = self._fit(step, anchors) if simulated is None else simulated.values
-        return self.fitted[step][branch * len(anchors) : (branch + 1) * len(anchors)]
-
-    def _fit(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
+    def _weights_of(self, step: int) -> Weights:
+        """The weights of a held step, which are fitted when they are first needed."""
+        if step in self.weights:
+            return self.weights[step]
+        assert self._problem is not None
+        anchors = held_steps(self._computed, self._problem.spec.ranges)[step][-DEPTH:]
+        row, target = self._problem.response[step + 1], self._uncached[step].clone()
+        for earlier in range(step if abs(row[step]) > 1e-12 else 0):
+            error = self._outputs[earlier] - self._uncached[earlier]
+            target.sub_(error, alpha=float(row[earlier] / row[step]))
         outputs = [self._outputs[a] for a in anchors]
         if self._mix:
             outputs = [share * self._branch_outputs[branch, a] for branch, share in self._mix.items() for a in anchors]
         features = torch.stack([output.flatten() for output in outputs]).double()
         normal = (features @ features.T).cpu().numpy()
-        known = (features @ self._target(step).flatten().double()).cpu().numpy()
-        return tuple(map(float, solve_ridge(normal, known, max(1, len(self._mix)), self._tie)))
-
-    def _target(self, step: int) -> torch.Tensor:
-        """The output that puts the next latent where the uncached generation has it."""
-        assert self._problem is not None
-        target = self._uncached[step].clone()
-        row = self._problem.response[step + 1]
-        for earlier in range(step if abs(row[step]) > 1e-12 else 0):
-            error = self._outputs[earlier] - self._uncached[earlier]
-            target.sub_(error, alpha=float(row[earlier] / row[step]))
-        return target
-
-
-@dataclass(frozen=True)
-class _FittedPredictor:
-    """The predictor of one branch, which has its weights fitted when they are needed."""
-
-    fit: RealPathFit
-    branch: int
-    depth: int = DEPTH
-
-    def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        return self.fit.weights(step, anchors, self.branch)
+        known = (features @ target.flatten().double()).cpu().numpy()
+        values = solve_ridge(normal, known, max(1, len(self._mix)), self._tie)
+        self.weights[step] = Weights(anchors, tuple(map(float, values)))
+        return self.weights[step]
 
 
 class _LocalSearch:
@@ -214,43 +180,41 @@ class _LocalSearch:
     def __init__(self, profile: Profile, scheduler: str, fitter: WeightFitter, judge: Trials, bar: Any) -> None:
         self._profile, self._scheduler = profile, scheduler
         self._fitter, self._judge, self._bar = fitter, judge, bar
-        self._tried: dict[Option, tuple[float, MeasuredPlan]] = {}
+        self._plans: dict[Option, MeasuredPlan] = {}
+        self._scores: dict[Option, float] = {}
 
     def run(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, MeasuredPlan]:
         """The best plan found and its score."""
         facts, order = self._profile.facts, random.Random(0)
         ties = TIES if facts.branches else (None,)
-        start = max(self._allowed((start, ties[0]) for start in starts), key=self._score_of)
-        best: Option = max(self._allowed((start[0], tie) for tie in ties), key=self._score_of)
+        start = max(self._allowed((start, ties[0]) for start in starts), key=self._score)
+        best: Option = max(self._allowed((start[0], tie) for tie in ties), key=self._score)
         better: Option | None = best
         while better is not None:
             best, (computed, tie) = better, better
             moved = [(other, tie) for other in neighbors(computed, len(facts.noise), facts.starts)]
             order.shuffle(moved)
-            better = next((m for m in self._allowed(moved) if self._score_of(m) > self._score_of(best)), None)
-        return self._try(best)
+            better = next((m for m in self._allowed(moved) if self._score(m) > self._score(best)), None)
+        return self._score(best), self._plans[best]
 
     def _allowed(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that were tried already, and others while trials are left; at least one is tried."""
         for option in options:
-            if option in self._tried or len(self._tried) < max(self._bar.total, 1):
+            if option in self._plans or len(self._plans) < max(self._bar.total, 1):
                 yield option
 
-    def _score_of(self, option: Option) -> float:
-        return self._try(option)[0]
-
-    def _try(self, option: Option) -> tuple[float, MeasuredPlan]:
-        if option not in self._tried:
+    def _score(self, option: Option) -> float:
+        if option not in self._plans:
             (computed, tie), facts = option, self._profile.facts
-            branches = facts.branches if tie is not None else ()
-            weights = self._fitter.fit(computed, tie)
+            branches, weights = () if tie is None else facts.branches, self._fitter.fit(computed, tie)
             plan = MeasuredPlan(
                 facts.noise, self._scheduler, computed, weights, "polished", 0.0, branches, facts.guidance
             )
-            values = self._judge.values(_with_schedule(self._profile, plan), "psnr", computed)
-            self._tried[option] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
+            values, _ = self._judge.run(_with_schedule(self._profile, plan), "psnr", computed)
+            self._plans[option] = replace(plan, psnr=min(fmean(values), PSNR_CAP))
+            self._scores[option] = _score(values)
             self._bar.update()
-        return self._tried[option]
+        return self._scores[option]
 
 
 def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:

@@ -11,12 +11,13 @@ Pipelines combine their branches (cond, uncond) in different ways. The mix is fo
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,106 +31,59 @@ from ..errors import ConfigError, HoldoverError
 from ..grid import Grid
 from ..models.inputs import iter_tensors
 from ..policies.base import AlwaysCompute
-from .error_model import Measurements, Preconditioning
-from .method import model_output
-from .planner import GenerationSpec, describe_generation
-from .weights import Array
+from .error_model import Array, Measurements
+from .generation import GenerationSpec, Preconditioning, describe_generation, model_output
 
 PLACES = ("device", "cpu", "disk")
+Kept = Literal["outputs", "branches", "residuals"]
 _SAME_MIX = 1e-2  # relative to the largest share: how much the mix may differ between runs
 _UNEXPLAINED = 1e-4  # of the squared length: what rounding to bfloat16 may leave unexplained
 _LATENT_ROUNDING = 4e-6  # of the squared latent: what its own rounding may leave unexplained
 
 
-class TensorStore:
-    """A list of tensors in float32, kept on the device, in host memory or on disk."""
+class TrajectoryRecord(ExitStack):
+    """The trajectory of one run: latents and, as `keep` says, the model's outputs, mixed and by branch, and residuals.
 
-    def __init__(self, place: str) -> None:
-        if place not in PLACES:
-            raise ConfigError(f"Trajectories are kept on the 'device', on the 'cpu' or on 'disk', not on {place!r}.")
-        self._place = place
-        self._tensors: list[torch.Tensor] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="holdover-") if place == "disk" else None
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._tensors[index]
-
-    def append(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor."""
-        copy = tensor.detach().to(tensor.device if self._place == "device" else "cpu", torch.float32, copy=True)
-        if self._folder is not None:
-            path = Path(self._folder.name) / f"{len(self._tensors)}.npy"
-            np.save(path, copy.numpy())
-            copy = torch.from_numpy(np.load(path, mmap_mode="c"))
-        self._tensors.append(copy)
-
-    def clear(self) -> None:
-        """Remove all tensors."""
-        self._tensors.clear()
-
-    def close(self) -> None:
-        """Remove all tensors and their files."""
-        self.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-def gram_matrices(stores: Iterable[TensorStore], chunk: int = 1 << 20) -> Array:
-    """(batch, tensors, tensors): inner products of all tensors of all stores, divided by the number of values."""
-    flat = [store[i].flatten(1) for store in stores for i in range(len(store))]
-    batch, values = flat[0].shape
-    total = torch.zeros(batch, len(flat), len(flat), dtype=torch.float64)
-    for start in range(0, values, chunk):
-        part = torch.stack([f[:, start : start + chunk].double() for f in flat], dim=1)
-        total += (part @ part.transpose(1, 2)).cpu()
-    return (total / values).numpy()
-
-
-class TrajectoryRecord:
-    """The trajectory of one run: latents and, if wanted, the model's outputs, mixed and by branch, and residuals.
-
-    `outputs` are what the scheduler got; with a `preconditioning`, the model's own outputs. `residuals` has one flat
-    tensor for each step of one branch, by transformer. `announce` is called with the first latent before it is kept. A
-    context manager that frees all tensors.
+    Tensors are kept in float32 on the device, in host memory or on disk. `outputs` are what the scheduler got; with a
+    `preconditioning`, the model's own outputs. Residuals are those of one branch of each transformer. `announce` is
+    called with the first latent before it is kept. A context manager that frees all tensors.
     """
 
     def __init__(
         self,
         place: str,
-        *,
-        keep_outputs: bool = False,
-        keep_branches: bool = False,
-        keep_residuals: bool = False,
+        keep: Collection[Kept] = (),
         preconditioning: Preconditioning | None = None,
         announce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self._place, self._stack, self._announce = place, ExitStack(), announce
-        self._keep_outputs, self._keep_branches, self._keep_residuals = keep_outputs, keep_branches, keep_residuals
+        if place not in PLACES:
+            raise ConfigError(f"Trajectories are kept on the 'device', on the 'cpu' or on 'disk', not on {place!r}.")
+        super().__init__()
+        self._place, self._keep, self._announce = place, keep, announce
+        self._folder = self.enter_context(TemporaryDirectory(prefix="holdover-")) if place == "disk" else None
+        self._files = itertools.count()
         self.preconditioning = preconditioning
-        self.latents, self.outputs = self._new_store(), self._new_store()
-        self.branches: dict[str, TensorStore] = {}
-        self.residuals: dict[str, TensorStore] = {}
+        self.latents: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.branches: dict[str, list[torch.Tensor]] = {}
+        self._residuals: dict[str, list[tuple[int, torch.Tensor]]] = {}
         self._residual_branch: dict[str, str] = {}
-        self._residual_steps: dict[str, list[int]] = {}
         self._last: SchedulerStep | None = None
+        self.callback(self.clear)
 
-    def __enter__(self) -> Self:
-        return self
+    def clear(self) -> None:
+        """Remove all tensors."""
+        for kept in (self.latents, self.outputs, self.branches, self._residuals):
+            kept.clear()
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free all tensors."""
-        self._stack.close()
-
-    def _new_store(self) -> TensorStore:
-        store = TensorStore(self._place)
-        self._stack.callback(store.close)
-        return store
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy where this record keeps its tensors."""
+        copy = tensor.detach().to(tensor.device if self._place == "device" else "cpu", torch.float32, copy=True)
+        if self._folder is None:
+            return copy
+        path = Path(self._folder) / f"{next(self._files)}.npy"
+        np.save(path, copy.numpy())
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
 
     @property
     def steps(self) -> int:
@@ -138,52 +92,37 @@ class TrajectoryRecord:
 
     def add_forward(self, computed: ComputedForward) -> None:
         """Record the transformer's output in one branch."""
-        if not self._keep_branches:
-            return
-        if computed.branch not in self.branches:
-            self.branches[computed.branch] = self._new_store()
-        output = next(iter_tensors(computed.output), None)
-        if isinstance(output, torch.Tensor):
-            self.branches[computed.branch].append(output)
+        if "branches" in self._keep:
+            outputs = [self._copy(output) for output in itertools.islice(iter_tensors(computed.output), 1)]
+            self.branches.setdefault(computed.branch, []).extend(outputs)
 
     def add_residual(self, computed: ComputedForward) -> None:
         """Record the residual of the blocks of one transformer, in the branch that runs first."""
         name = computed.transformer.name
-        if not self._keep_residuals or self._residual_branch.setdefault(name, computed.branch) != computed.branch:
-            return
-        if name not in self.residuals:
-            self.residuals[name] = self._new_store()
-        self.residuals[name].append(torch.cat([r.flatten(1) for r in computed.residual], dim=1))
-        self._residual_steps.setdefault(name, []).append(computed.step)
+        if "residuals" in self._keep and self._residual_branch.setdefault(name, computed.branch) == computed.branch:
+            flat = self._copy(torch.cat([r.flatten(1) for r in computed.residual], dim=1))
+            self._residuals.setdefault(name, []).append((computed.step, flat))
 
     def add_step(self, stepped: SchedulerStep) -> None:
         """Record a step of the scheduler."""
-        if self._announce is not None and not len(self.latents):
+        if self._announce is not None and not self.latents:
             self._announce(stepped.sample)
-        self.latents.append(stepped.sample)
-        if self._keep_outputs:
-            self.outputs.append(model_output(stepped, self.preconditioning))
+        self.latents.append(self._copy(stepped.sample))
+        if "outputs" in self._keep:
+            self.outputs.append(self._copy(model_output(stepped, self.preconditioning)))
         self._last = stepped
 
     def finish(self) -> None:
         """Record the final latent."""
         if self._last is not None:
             result, self._last = self._last.result, None
-            self.latents.append(result[0] if isinstance(result, tuple) else result.prev_sample)
-
-    def clear(self) -> None:
-        """Start over."""
-        self.latents.clear()
-        self.outputs.clear()
-        self.branches.clear()
-        self.residuals.clear()
-        self._residual_steps.clear()
+            self.latents.append(self._copy(result[0] if isinstance(result, tuple) else result.prev_sample))
 
     def residual_grams(self) -> dict[str, Array]:
         """(batch, N, N) by transformer: Gram matrices of its residuals, 0 at steps that another expert ran."""
         found = {}
-        for name, store in self.residuals.items():
-            grams, steps = gram_matrices([store]), self._residual_steps[name]
+        for name, residuals in self._residuals.items():
+            grams, steps = gram_matrices([[flat for _, flat in residuals]]), [step for step, _ in residuals]
             found[name] = np.zeros((len(grams), self.steps, self.steps))
             found[name][np.ix_(range(len(grams)), steps, steps)] = grams
         return found
@@ -192,6 +131,17 @@ class TrajectoryRecord:
         """The mean squared difference of the latents of two runs before `step`, for each entry of the batch."""
         difference = self.latents[step] - other.latents[step]
         return difference.flatten(1).double().square().mean(1).cpu().numpy()
+
+
+def gram_matrices(lists: Iterable[Sequence[torch.Tensor]], chunk: int = 1 << 20) -> Array:
+    """(batch, tensors, tensors): inner products of all tensors of all lists, divided by the number of values."""
+    flat = [tensor.flatten(1) for tensors in lists for tensor in tensors]
+    batch, values = flat[0].shape
+    total = torch.zeros(batch, len(flat), len(flat), dtype=torch.float64)
+    for start in range(0, values, chunk):
+        part = torch.stack([f[:, start : start + chunk].double() for f in flat], dim=1)
+        total += (part @ part.transpose(1, 2)).cpu()
+    return (total / values).numpy()
 
 
 class OutputRecorder(Method[NoneConfig]):
@@ -258,19 +208,18 @@ def merge_runs(runs: Sequence[BranchMix]) -> BranchMix:
     return BranchMix(merged, preconditioning=first.preconditioning)
 
 
-def find_mix(branches: Mapping[str, TensorStore], outputs: TensorStore, latents: TensorStore) -> BranchMix:
+def find_mix(
+    branches: Mapping[str, Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor], latents: Sequence[torch.Tensor]
+) -> BranchMix:
     """How the scheduler's inputs `outputs` are mixed from the branches; without branches if no mix explains them."""
-    stores = list(branches.values())
-    same_shape = all(
-        len(s) == len(outputs) and s[0].numel() == outputs[0].numel() and len(s[0]) == len(outputs[0]) for s in stores
-    )
-    if not stores or not same_shape:
+    names, steps, like = tuple(branches), len(outputs), outputs[0]
+    same_shape = [len(b) == steps and (b[0].numel(), len(b[0])) == (like.numel(), len(like)) for b in branches.values()]
+    if not branches or not all(same_shape):
         return BranchMix(gram_matrices([outputs]))
-    names, steps = tuple(branches), len(outputs)
-    grams = gram_matrices([*stores, outputs])
+    grams = gram_matrices([*branches.values(), outputs])
     found = _find_linear_mix(grams, names, steps)
-    if found is None and latents[0].numel() == outputs[0].numel():
-        found = _find_preconditioned_mix(gram_matrices([*stores, outputs, latents]), names, steps)
+    if found is None and latents[0].numel() == like.numel():
+        found = _find_preconditioned_mix(gram_matrices([*branches.values(), outputs, latents]), names, steps)
     mixed = slice(len(names) * steps, (len(names) + 1) * steps)
     return found or BranchMix(grams[:, mixed, mixed])
 
@@ -310,9 +259,8 @@ def _find_preconditioned_mix(grams: Array, branches: tuple[str, ...], steps: int
     explained, rounding = unexplained <= _UNEXPLAINED, unexplained * moved <= _LATENT_ROUNDING * mix @ mix
     if explained.mean() < 1 / 3 or not np.all(explained | rounding):
         return None
-    preconditioning = Preconditioning(*np.array([share for share, _ in fits]).T)
-    single = BranchMix(grams[:, :inner, :inner], preconditioning=preconditioning)
-    return single if count == 1 else replace(single, branches=branches, mix=tuple(map(float, mix)))
+    found = BranchMix(grams[:, :inner, :inner], preconditioning=Preconditioning(*np.array([f for f, _ in fits]).T))
+    return found if count == 1 else replace(found, branches=branches, mix=tuple(map(float, mix)))
 
 
 def _regress(features: Array, target: Array, gram: Array) -> tuple[Array, float]:

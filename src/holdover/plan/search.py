@@ -21,8 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .error_model import ErrorModel, PlannerOptions
-from .weights import Array, Weights, solve_ridge
+from .error_model import Array, ErrorModel, PlannerOptions, solve_ridge
 
 OTHER_LAST_GAP_FACTORS = (1.0, 2.0, 6.0)  # instead of the planner's own, for schedules that are tried on the model
 WINDOW_GROWTH = 1.6  # computed step k of K of a growing window lies at (k / (K - 1)) ** WINDOW_GROWTH of the way
@@ -115,38 +114,28 @@ class GapCosts:
 def cheapest_schedules(costs: GapCosts, longest_gap: int) -> dict[int, tuple[int, ...]]:
     """The cheapest schedule for every possible number of computed steps, by dynamic programming.
 
-    A state is the pair of the last two computed steps. `best` has the cost of the cheapest way to each state with
-    `count` computed steps, including all gaps before the last computed step; `came_from` has the step before the pair.
+    A state is the pair of the last two computed steps. `best` has the cheapest way to each state with `count` computed
+    steps: its cost, with all gaps before the last computed step, and its computed steps.
     """
-    best: dict[Pair, float] = {(-1, costs.first): 0.0}
-    came_from: dict[tuple[int, int, int], int] = {}
+    best: dict[Pair, tuple[float, tuple[int, ...]]] = {(-1, costs.first): (0.0, (costs.first,))}
     found: dict[int, tuple[int, ...]] = {}
     for count in range(1, costs.steps - costs.first + 1):
         ends = {
-            pair: cost + costs.after(*pair)[costs.steps - pair[1]]
-            for pair, cost in best.items()
+            steps: cost + costs.after(*pair)[costs.steps - pair[1]]
+            for pair, (cost, steps) in best.items()
             if costs.steps - pair[1] <= longest_gap
         }
         if ends:
-            found[count] = _trace_back(min(ends, key=ends.__getitem__), count, came_from)
-        longer: dict[Pair, float] = {}
-        for (previous, last), cost in best.items():
+            found[count] = min(ends, key=ends.__getitem__)
+        longer: dict[Pair, tuple[float, tuple[int, ...]]] = {}
+        for (previous, last), (cost, steps) in best.items():
             furthest = min(longest_gap, costs.steps - 1 - last)
             for width, gap in enumerate(costs.after(previous, last)[1 : furthest + 1], start=1):
                 pair = (last, last + width)
-                if cost + gap < longer.get(pair, np.inf):
-                    longer[pair] = cost + gap
-                    came_from[count + 1, *pair] = previous
+                if cost + gap < longer.get(pair, (math.inf,))[0]:
+                    longer[pair] = cost + gap, (*steps, last + width)
         best = longer
     return found
-
-
-def _trace_back(pair: Pair, count: int, came_from: dict[tuple[int, int, int], int]) -> tuple[int, ...]:
-    steps = [pair[1]]
-    while count > 1:
-        steps.append(pair[0])
-        pair, count = (came_from[count, *pair], pair[0]), count - 1
-    return tuple(reversed(steps))
 
 
 @dataclass(frozen=True)
@@ -185,10 +174,6 @@ class ScheduleSearch:
             others = _cheapest(self._gap_costs(factor), self.model.options)
             found += [other.computed for other in others if len(other.computed) == count]
         return list(dict.fromkeys(found))
-
-    def weights(self, computed: Collection[int]) -> dict[int, Weights]:
-        """The weights of the held steps of a schedule."""
-        return self.model.fit_weights(computed)
 
     def evaluate(self, computed: tuple[int, ...], origin: str) -> CandidateSchedule:
         """A given schedule with its cost and its expected error."""

@@ -12,84 +12,66 @@ then at most `1 - confidence`, without a correction for the number of candidates
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm.auto import tqdm
 
 from ..engine.backend import find_transformers
 from ..errors import ConfigError, HoldoverError
-from ..metrics import each, psnr, ssim
+from ..metrics import each
 from ..profiles import Certificate, Profile
-from .calls import GENERATIONS, Caller, Prompt, batches, built_in_prompts, hash_prompts, without_progress_bars
-from .config import PlanConfig, Target
-from .identity import adapters
+from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
+from .config import METRICS, PlanConfig, Target
+from .generation import adapters
 from .method import PlanBackend
 from .planner import search_profile
-from .recording import TensorStore
 from .search import CandidateSchedule
 
 T = TypeVar("T")
-_METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"psnr": psnr, "ssim": ssim}
 _MARGIN = 20.0  # dB above the target at which the sequence of candidates starts
 _FASTER = 1.12  # speed-up from one candidate to the next
 
 
 class Trials:
-    """Runs plans on the model and compares their images with uncached ones of the same prompts and seeds.
-
-    A context manager that frees the uncached images.
-    """
+    """Runs plans on the model and compares their images with uncached ones of the same prompts and seeds."""
 
     def __init__(self, caller: Caller, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1) -> None:
-        self._caller = caller
-        self._parts = list(batches(prompts, batch_size, seed))
-        self.count = len(self._parts)  # calls of the pipeline that one trial takes
-        self._references = TensorStore("cpu")
+        self._caller, self.batches = caller, make_batches(prompts, batch_size, seed)
+        self._references: list[torch.Tensor] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._references.close()
-
-    def generate_references(self, progress: Callable[[], Any] | None = None) -> None:
+    def generate_references(self, progress: Callable[[], Any] = lambda: None) -> None:
         """Generate the uncached images."""
-        for prompts, seeds in self._parts:
-            images = self._caller(prompts, seeds)
+        for batch in self.batches:
+            images = self._caller(*batch)
             if images is None:
                 raise HoldoverError(f"The output of {type(self._caller.pipe).__name__} is not an image to compare.")
-            self._references.append(images)
-            if progress is not None:
-                progress()
-
-    def values(self, profile: Profile, metric: str, computed: tuple[int, ...]) -> list[float]:
-        """The quality of each image under a schedule."""
-        return self.run(profile, metric, computed)[0]
+            self._references.append(images.to("cpu", torch.float32, copy=True))
+            progress()
 
     def run(
         self,
         profile: Profile,
         metric: str,
         computed: tuple[int, ...],
-        progress: Callable[[], Any] | None = None,
-        stop: Callable[[list[float]], bool] | None = None,
+        progress: Callable[[], Any] = lambda: None,
+        stop: Callable[[list[float]], bool] = lambda values: False,
     ) -> tuple[list[float], str]:
         """The quality of each image under a schedule, and the digest of the plan; ends early when `stop` is true."""
         backend = PlanBackend(PlanConfig(profile=profile, schedule=computed, guard=False))
         backend.enable(self._caller.pipe)
         values: list[float] = []
         try:
-            for index, (prompts, seeds) in enumerate(self._parts):
-                images = self._caller(prompts, seeds)
+            for batch, reference in zip(self.batches, self._references, strict=True):
+                images = self._caller(*batch)
                 assert images is not None
-                values += each(_METRICS[metric], images.cpu(), self._references[index]).tolist()
-                if progress is not None:
-                    progress()
-                if stop is not None and stop(values):
+                values += each(METRICS[metric], images.cpu(), reference).tolist()
+                progress()
+                if stop(values):
                     break
             return values, backend.plan_digest()
         finally:
@@ -145,6 +127,8 @@ def tune(
     offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
     candidates = _candidates(search_profile(profile).frontier, wanted, offset)
     tried: list[CandidateResult] = []
+    trials = Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size)
+    total = len(trials.batches) * (1 + len(candidates))
 
     def passes(candidate: CandidateSchedule) -> bool:
         values, plan = trials.run(
@@ -155,13 +139,7 @@ def tune(
         tried.append(CandidateResult(candidate.computed, expected, tuple(values), passed, plan))
         return passed
 
-    with (
-        without_progress_bars(pipe),
-        Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size) as trials,
-        tqdm(
-            total=trials.count * (1 + len(candidates)), disable=not progress, desc=f"tuning to {wanted}", unit="run"
-        ) as bar,
-    ):
+    with tqdm(total=total, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
         trials.generate_references(bar.update)
         best = fastest_passing(candidates, passes)
     if best is None:
@@ -229,16 +207,12 @@ def p_value(misses: int, tried: int, share: float) -> float:
 
 def allowed_misses(tried: int, share: float, confidence: float) -> int | None:
     """How many images may miss the target for a certificate; None if so few images prove nothing."""
-    allowed = [k for k in range(tried + 1) if p_value(k, tried, share) <= 1.0 - confidence]
-    return max(allowed, default=None)
+    return max((k for k in range(tried + 1) if p_value(k, tried, share) <= 1.0 - confidence), default=None)
 
 
 def fewest_prompts(share: float, confidence: float) -> int:
     """The smallest number of prompts that can certify anything."""
-    tried = 1
-    while allowed_misses(tried, share, confidence) is None:
-        tried += 1
-    return tried
+    return next(tried for tried in itertools.count(1) if p_value(0, tried, share) <= 1.0 - confidence)
 
 
 def fastest_passing(candidates: Iterable[T], passes: Callable[[T], bool]) -> T | None:

@@ -21,7 +21,7 @@ from ..config import Config
 from ..engine.backend import find_transformers
 from ..engine.method import NoneConfig
 from ..errors import HoldoverError
-from ..plan.identity import resolve_profile
+from ..plan.generation import resolve_profile
 from ..profiles import MethodProfile, find
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
 from ..selector import backend_for_config, own_config

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..engine.backend import find_transformers
 from ..engine.engine import Engine
@@ -127,21 +126,13 @@ def fit_polynomial(signal: Sequence[float], output: Sequence[float], degree: int
     if distinct < 2:
         raise ConfigError(f"{distinct} distinct changes of the signal were measured; a fit needs at least 2.")
     x, y = np.asarray(signal, dtype=np.float64), np.asarray(output, dtype=np.float64)
-    fits = [_fit(x, y, d) for d in range(min(degree, distinct - 1), 0, -1)]
-    return next((fit for fit in fits if fit.monotone), fits[-1])
-
-
-def _fit(x: NDArray[np.float64], y: NDArray[np.float64], degree: int) -> TeaCacheFit:
-    with np.errstate(all="ignore"):
-        coefficients = np.polyfit(x, y, degree)
-    spread = float(((y - y.mean()) ** 2).sum())
-    misfit = float(((y - np.polyval(coefficients, x)) ** 2).sum())
-    curve = np.polyval(coefficients, np.linspace(x.min(), x.max(), _SAMPLES))
-    return TeaCacheFit(
-        coefficients=tuple(float(c) for c in coefficients),
-        low=float(x.min()),
-        high=float(x.max()),
-        r_squared=1.0 - misfit / spread if spread > 0 else 1.0,
-        monotone=bool((np.diff(curve) >= 0).all()),
-        pairs=len(x),
-    )
+    low, high, spread = float(x.min()), float(x.max()), float(((y - y.mean()) ** 2).sum())
+    for power in range(min(degree, distinct - 1), 0, -1):
+        with np.errstate(all="ignore"):
+            coefficients = np.polyfit(x, y, power)
+        misfit = float(((y - np.polyval(coefficients, x)) ** 2).sum())
+        r_squared = 1.0 - misfit / spread if spread > 0 else 1.0
+        rises = bool((np.diff(np.polyval(coefficients, np.linspace(low, high, _SAMPLES))) >= 0).all())
+        if rises:
+            break
+    return TeaCacheFit(tuple(map(float, coefficients)), low, high, r_squared, rises, len(x))

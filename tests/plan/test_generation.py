@@ -1,4 +1,4 @@
-"""Which model a profile belongs to: recognized in another precision and with adapters, told from other weights."""
+"""Which model a profile belongs to: recognized in another precision and with adapters, not with other weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 import holdover
-from holdover.plan.identity import adapters, dtype_of, facts_of, fingerprint
+from holdover.plan.generation import adapters, dtype_of, facts_of, fingerprint
 from holdover.profiles import Profile
 from tiny.pipelines import PIPELINES, run
 
@@ -111,7 +111,7 @@ def test_the_shipped_profile_of_this_model_is_found(monkeypatch):
     own = calibrated(FLUX)
     stranger = dataclasses.replace(own.facts.models[0][1], fingerprint="0" * 16)
     other = own.with_facts(name="another", models=(("transformer", stranger),))
-    monkeypatch.setattr("holdover.plan.identity.measured", lambda: (other, own))
+    monkeypatch.setattr("holdover.plan.generation.measured", lambda: (other, own))
     pipe = PIPELINES[FLUX].build()
     with holdover.enable(pipe, "plan", budget=4) as cache:
         assert "profile calibrated-FluxPipeline" in str(cache.stats())

@@ -1,0 +1,254 @@
+"""What is about to run: which model, which profile belongs to it, and which steps under which scheduler.
+
+A model is recognized by a fingerprint: a hash of its parameters' names, shapes and a few values of each. The
+fingerprint does not depend on the precision of the weights or on adapters (LoRA), which are listed separately. What the
+scheduler does with the model's outputs is found by running a copy of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..engine.clock import SchedulerStep
+from ..engine.install import CachedTransformer
+from ..errors import HoldoverWarning, ProfileError, did_you_mean
+from ..grid import Grid
+from ..models.inputs import gather_tensor, get_module_class
+from ..predictors import Newton
+from ..profiles import ModelIdentity, Profile, ProfileFacts, measured
+from ..profiles.profile import SUFFIX
+from .error_model import Array, Ranges
+
+NEWTON_DEPTH = 2
+_SAMPLES = 8  # values of each parameter that enter the fingerprint
+
+
+def facts_of(transformer: nn.Module) -> ModelIdentity:
+    """What a profile records about the transformer it was measured on."""
+    return ModelIdentity(
+        get_module_class(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
+    )
+
+
+def fingerprint(transformer: nn.Module) -> str:
+    """A hash of the parameters' names, shapes and some values of each, without adapters."""
+    hashed, samples = hashlib.sha256(), []
+    for name, parameter in sorted(transformer.named_parameters()):
+        if "lora_" in name:
+            continue
+        hashed.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)};".encode())
+        if not parameter.is_meta and parameter.numel():
+            flat = gather_tensor(parameter.detach()).flatten()
+            positions = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+            # rounded to bfloat16, so that a change of precision does not matter
+            samples.append(flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float())
+    if samples:
+        hashed.update(torch.cat(samples).cpu().numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def dtype_of(transformer: nn.Module) -> str:
+    """The dtype of the first parameter, without the prefix `torch.`."""
+    parameter = next(transformer.parameters(), None)
+    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")
+
+
+def adapters(transformer: Any) -> tuple[str, ...]:
+    """The names of the active adapters; empty while peft's layers are disabled."""
+    enabled = (getattr(module, "disable_adapters", None) is False for module in transformer.modules())
+    if not getattr(transformer, "peft_config", None) or not any(enabled):
+        return ()
+    active = transformer.active_adapters() if callable(transformer.active_adapters) else transformer.active_adapters
+    return tuple(sorted([active] if isinstance(active, str) else active))
+
+
+def resolve_profile(profile: Profile | str | None, transformer: nn.Module) -> Profile | None:
+    """A profile from the object, a file or the name of a shipped one; for None, the shipped one of this model."""
+    if isinstance(profile, Profile):
+        return profile
+    if profile is None:
+        name = get_module_class(transformer).__name__
+        models = [(one, model) for one in measured() for _, model in one.facts.models]
+        same_class = [(one, model) for one, model in models if model.transformer_class == name]
+        current = fingerprint(transformer) if same_class else ""
+        return next((one for one, model in same_class if model.fingerprint == current), None)
+    if profile.endswith(SUFFIX):
+        return Profile.load(profile)
+    shipped = {one.name: one for one in measured()}
+    if profile not in shipped:
+        listed = f" Shipped: {', '.join(shipped)}." if shipped else ""
+        raise ProfileError(
+            f"There is no profile {profile!r}.{did_you_mean(profile, shipped)}{listed} "
+            f"A path to a file must end in {SUFFIX}."
+        )
+    return shipped[profile]
+
+
+def check_profile(profile: Profile, name: str, transformer: nn.Module) -> None:
+    """Raise if a profile is for another class than the transformer called `name`; warn if it is for other weights."""
+    recorded, current = dict(profile.facts.models).get(name), facts_of(transformer)
+    if recorded is None or recorded.transformer_class != current.transformer_class:
+        known = ", ".join(f"{name} ({model.transformer_class})" for name, model in profile.facts.models)
+        raise ProfileError(
+            f"Profile {profile.name!r} was measured on {known}, not on this {current.transformer_class}."
+        )
+    if recorded.fingerprint != current.fingerprint or recorded.adapters != current.adapters:
+        difference = "with other adapters" if recorded.fingerprint == current.fingerprint else "on other weights"
+        warnings.warn(
+            f"Profile {profile.name!r} was measured {difference}: its expected quality and certificates do not apply "
+            "here. Calibrate again.",
+            HoldoverWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationSpec:
+    """What a generation runs: noise levels, steps, scheduler, guidance and adapters, known before its first step.
+
+    `ranges` has the first and last step that run: one pair, or one for each of two experts. `response` says how much of
+    each scheduler input is in each latent.
+    """
+
+    noise: Array
+    ranges: Ranges
+    response: Array
+    scheduler: str = ""
+    guidance: float | None = None
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """How many steps run."""
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    @property
+    def last(self) -> int:
+        """The last step that runs."""
+        return self.ranges[-1][1]
+
+    @cached_property
+    def newton(self) -> Newton:
+        """Extrapolation in the noise level, or in the step index where two levels are equal (Heun)."""
+        levels = self.noise.tolist()
+        return Newton(
+            NEWTON_DEPTH, tuple(levels if len(set(levels)) == len(levels) else map(float, range(len(levels))))
+        )
+
+
+def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> GenerationSpec:
+    """The spec of a generation; call it at the first forward, when the scheduler is set and has not stepped yet."""
+    scheduler = getattr(pipeline, "scheduler", None)
+    whole = grid.between(grid.first, grid.count - 1)
+    noise = np.array(grid.noise) if grid.noise else np.linspace(1.0, 1.0 / grid.count, grid.count)
+    response = None if scheduler is None else scheduler_response(scheduler, whole)
+    guidance: Any = getattr(pipeline, "guidance_scale", None)
+    ranges = sorted({(g.first, g.last) for g in (u.family.range_of(pipeline, u.module, whole) for u in transformers)})
+    if not ranges or any(a[1] >= b[0] for a, b in pairwise(ranges)):  # transformers that run at the same steps
+        ranges = [(whole.first, whole.last)]
+    return GenerationSpec(
+        noise,
+        tuple(ranges),
+        euler_response(noise, whole.first) if response is None else response,
+        "" if scheduler is None else type(scheduler).__name__,
+        float(guidance) if isinstance(guidance, (int, float)) else None,
+        tuple(adapter for transformer in transformers for adapter in adapters(transformer.core)),
+    )
+
+
+def generation_key(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> tuple[Any, ...]:
+    """A key that is equal for generations with the same spec, found without running the scheduler."""
+    scheduler = getattr(pipeline, "scheduler", None)
+    config, guidance = str(getattr(scheduler, "config", None)), getattr(pipeline, "guidance_scale", None)
+    attached = tuple(adapter for transformer in transformers for adapter in adapters(transformer.core))
+    return grid.count, grid.noise, grid.first, type(scheduler), config, str(guidance), attached
+
+
+def euler_response(noise: Array, first: int = 0) -> Array:
+    """The response R of Euler steps along these noise levels down to 0, starting at step `first`."""
+    response = np.tril(np.tile(np.diff(np.append(noise, 0.0)), (len(noise) + 1, 1)), -1)
+    response[:, :first] = 0.0
+    return response
+
+
+def scheduler_response(scheduler: Any, grid: Grid) -> Array | None:
+    """The response R of any scheduler, found by running a copy of it on unit vectors; None if it is not linear.
+
+    Call it after `set_timesteps` and before the first step; a scheduler in the middle of a generation gives None. Steps
+    before the grid's first do not run: the latent starts there.
+    """
+    if getattr(scheduler, "step_index", None) is not None:
+        return None
+    numbers = torch.randn(3, grid.count + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            symbolic = _run_scheduler(scheduler, grid, torch.eye(grid.count + 1, dtype=torch.float64))
+            actual = _run_scheduler(scheduler, grid, numbers.T.contiguous())
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None
+    linear = torch.allclose(symbolic @ numbers.T, actual, rtol=1e-3, atol=1e-3)
+    return symbolic[:, 1:].numpy() if linear else None
+
+
+def _run_scheduler(scheduler: Any, grid: Grid, basis: torch.Tensor) -> torch.Tensor:
+    """All latents of a generation whose initial latent and outputs are the rows of `basis`."""
+    runner = copy.deepcopy(scheduler)
+    for name, value in vars(runner).items():
+        if isinstance(value, torch.Tensor):
+            setattr(runner, name, value.cpu())
+    latents = [basis[0]] * (grid.first + 1)
+    for step in range(grid.first, grid.count):
+        output, latent = (vector.reshape(1, -1, 1, 1) for vector in (basis[1 + step], latents[-1]))
+        stepped = runner.step(output, runner.timesteps[step], latent, return_dict=False)[0]
+        latents.append(stepped.double().flatten())
+    return torch.stack(latents)
+
+
+@dataclass(frozen=True, eq=False)
+class Preconditioning:
+    """How a pipeline turns the model's output F and the latent x into the scheduler's input, scale F + carry x.
+
+    Cosmos, for example, passes (F + x) / (1 + sigma). Held is F, so plans are made of F; latents are linear in F all
+    the same, with another response. Both fields have one value for each step.
+    """
+
+    scale: Array
+    carry: Array
+
+    @classmethod
+    def of(cls, facts: ProfileFacts, noise: Array) -> Preconditioning | None:
+        """The preconditioning in a profile, interpolated to `noise`; None if the scheduler gets outputs unchanged."""
+        if not facts.scale:
+            return None
+        return cls(np.array(facts.scale), np.array(facts.carry)).at(np.array(facts.noise), noise)
+
+    def at(self, known: Array, wanted: Array) -> Preconditioning:
+        """The preconditioning on another grid of noise levels."""
+        if np.array_equal(wanted, known):
+            return self
+        return Preconditioning(*(np.interp(-wanted, -known, values) for values in (self.scale, self.carry)))
+
+    def response(self, response: Array) -> Array:
+        """The response to the model's outputs F: x = R (scale F + carry x), solved for x."""
+        before = np.linalg.solve(np.eye(len(self.scale)) - response[:-1] * self.carry, response[:-1] * self.scale)
+        return np.vstack([before, response[-1:] * self.scale + (response[-1:] * self.carry) @ before])
+
+
+def model_output(stepped: SchedulerStep, preconditioning: Preconditioning | None) -> torch.Tensor:
+    """The model's output F at a scheduler step, with its branches mixed."""
+    output: torch.Tensor = stepped.output
+    if preconditioning is None:
+        return output
+    carry, scale = float(preconditioning.carry[stepped.step]), float(preconditioning.scale[stepped.step])
+    return output.float().sub(stepped.sample, alpha=carry).div(scale)
