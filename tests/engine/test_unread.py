@@ -162,6 +162,30 @@ def test_one_tensor_is_held_where_nothing_reads_the_text(name, embedder):
         assert cache.reports()["transformer"].unread == ("transformer_blocks.encoder_hidden_states",)
 
 
+class Watches(Model):
+    """Counts the blocks that its loops have come to, for others to see."""
+
+    seen = 0
+
+    def forward(self, hidden_states, timestep, cond):
+        hidden_states, cond = self.embed(hidden_states), self.cond_embed(cond)
+        for block in self.blocks:
+            self.seen += 1
+            hidden_states = block(hidden_states, cond)
+        return self.out(hidden_states)
+
+
+@pytest.mark.parametrize(("method", "settings"), [MAG, TEA], ids=["mag", "tea"])
+def test_a_loop_ends_where_blocks_would_only_pass_streams_on(method, settings, read_at_first_block):
+    model = Watches().eval()
+    with holdover.enable(model, method, **settings) as cache, torch.no_grad():
+        forward_of(model, torch.tensor(1.0))
+        seen = model.seen
+        forward_of(model, torch.tensor(0.9))
+        assert [f.computed for f in cache.stats().generations[-1].forwards] == [True, False]
+    assert model.seen == seen + 1
+
+
 def test_a_model_that_counts_its_loop_sees_every_block():
     ts = [torch.tensor(t) for t in (1.0, 0.9)]
     outputs, computed, _ = steps_of(Counts().eval(), ts)
@@ -213,7 +237,7 @@ class WritesItsInput(Model):
 def read_at_first_block():
     """A signal that is read at the first block, so that the decision is made inside the forward."""
     signal = holdover.Signal("given", of_block=lambda block, given: given["hidden_states"])
-    family = holdover.Family("own", ("Model", "WritesItsInput"), signals=(signal,))
+    family = holdover.Family("own", ("Model", "WritesItsInput", "Watches"), signals=(signal,))
     holdover.register_family(family)
     yield
     holdover.unregister_family(family)

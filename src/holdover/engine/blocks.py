@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .install import CachedTransformer
 
 NO_GROUPS: frozenset[int] = frozenset()
+WHOLE_LOOPS: Mapping[str, int] = {}
 
 
 # What the model's loop over its blocks gets in place of them
@@ -80,6 +81,7 @@ class BlockPass(ABC):
 
     traceable = False
     lists: frozenset[str] | None = None  # the block lists it covers; None for all
+    lengths: Mapping[str, int] = {}  # after how many blocks the loop over a list ends, if before its last
 
     def __init__(self) -> None:
         self.class_tested = False  # whether the loop tested its blocks' class
@@ -89,10 +91,13 @@ class BlockPass(ABC):
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer one block call."""
 
+    def finish(self) -> None:
+        """The forward has returned; raises DivergedError unless it made every call."""
+
     def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
         """What the model's loop over a list gets: one proxy per block."""
         kind = BlockProxy if traced else TypedBlockProxy
-        made = [kind(self, name, index, module) for index, module in enumerate(modules)]
+        made = [kind(self, name, index, module) for index, module in enumerate(modules[: self.lengths.get(name)])]
         if self.traceable:
             self.proxies[name, traced] = (modules, made)
         return made
@@ -188,9 +193,19 @@ class StackPass(BlockPass):
         raise DivergedError
 
     def finish(self) -> None:
-        """The forward has returned; raises unless it made every call."""
         if self.position != len(self.sites):
             raise DivergedError
+
+    def find_lengths(self) -> dict[str, int]:
+        """After how many blocks each loop may end, because the rest of them only pass streams on."""
+        calls: dict[str, list[_Site]] = {}
+        for site in self.sites:
+            calls.setdefault(site.blocks, []).append(site)
+        return {
+            name: max((s.index + 1 for s in sites if s.live or s.starts or s.sides), default=0)
+            for name, sites in calls.items()
+            if [site.index for site in sites] == list(range(len(sites)))
+        }
 
 
 class ComputePass(StackPass):
@@ -243,8 +258,12 @@ class HoldPass(StackPass):
 
     traceable = True
 
-    def __init__(self, stack: Stack, begin: int = 0, unread: Collection[int] = ()) -> None:
+    def __init__(
+        self, stack: Stack, begin: int = 0, unread: Collection[int] = (), lengths: Mapping[str, int] = WHOLE_LOOPS
+    ) -> None:
         super().__init__(stack, begin)
+        self.lengths = lengths
+        self.sites = tuple(site for site in self.sites if site.index < lengths.get(site.blocks, site.index + 1))
         self._residuals: dict[int, torch.Tensor] = {}
         self._sides: dict[tuple[int, int], torch.Tensor] = {}
         self._unread = {
@@ -283,27 +302,50 @@ class HoldPass(StackPass):
         return tuple(outputs) if site.width else outputs[0]
 
 
-class DecidePass(StackPass):
+class DecidePass(BlockPass):
     """Runs the blocks before the stack's first, where `choose` reads a signal and returns the pass to continue with."""
 
     def __init__(self, stack: Stack, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
-        super().__init__(stack)
-        self._choose = choose
-        self._chosen: StackPass | None = None
+        super().__init__()
+        self.lists = frozenset(stack.lists)
+        self._stack, self._choose, self._position = stack, choose, 0
+        self.chosen: StackPass | None = None
+
+    def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
+        return _DecidedLoop(self, name, modules)
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._chosen is None:
-            if self.position < self.stack.head:
-                self.next_site(blocks, index)
+        if self.chosen is None:
+            if self._position < self._stack.head:
+                expected = self._stack.calls[self._position]
+                if (expected.blocks, expected.index) != (blocks, index):
+                    raise DivergedError
+                self._position += 1
                 return block(*args, **kwargs)
-            self._chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
-            self._chosen.position = self.position
-        return self._chosen.call(blocks, index, block, args, kwargs)
+            self.chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
+            self.chosen.position = self._position
+        return self.chosen.call(blocks, index, block, args, kwargs)
 
     def finish(self) -> None:
-        if self._chosen is None:
+        if self.chosen is None:
             raise DivergedError
-        self._chosen.finish()
+        self.chosen.finish()
+
+
+@dataclass(frozen=True)
+class _DecidedLoop:
+    """The loop over a list that may be under way when the decision is made; it ends as the chosen pass says."""
+
+    pass_: DecidePass
+    name: str
+    modules: list[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, module in enumerate(self.modules):
+            chosen = self.pass_.chosen
+            if chosen is not None and index >= chosen.lengths.get(self.name, index + 1):
+                return
+            yield TypedBlockProxy(self.pass_, self.name, index, module)
 
 
 class BlockPasses:
@@ -314,8 +356,8 @@ class BlockPasses:
     def compute(self, stack: Stack, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
         return ComputePass(stack, merged, begin, unread)
 
-    def hold(self, stack: Stack, begin: int, unread: Collection[int]) -> HoldPass:
-        return HoldPass(stack, begin, unread)
+    def hold(self, stack: Stack, begin: int, unread: Collection[int], lengths: Mapping[str, int]) -> HoldPass:
+        return HoldPass(stack, begin, unread, lengths)
 
 
 # The runner
@@ -332,8 +374,9 @@ class CallPath:
     verified: bool = False
     merged: bool = False
     unread: frozenset[int] = NO_GROUPS
+    lengths: Mapping[str, int] = field(default_factory=dict)
     compute_passes: dict[tuple[bool, frozenset[int]], ComputePass] = field(default_factory=dict)
-    hold_passes: dict[frozenset[int], HoldPass] = field(default_factory=dict)
+    hold_passes: dict[bool, HoldPass] = field(default_factory=dict)
 
     def make_compute_pass(self, unread: frozenset[int]) -> ComputePass:
         """A pass that computes."""
@@ -342,11 +385,12 @@ class CallPath:
             self.compute_passes[self.merged, unread] = pass_
         return pass_
 
-    def make_hold_pass(self, unread: frozenset[int]) -> HoldPass:
-        """A pass that holds."""
-        pass_ = self.passes.hold(self.stack, self.begin, unread)
+    def make_hold_pass(self, whole: bool) -> HoldPass:
+        """A pass that holds; the `whole` way is without what a held step may leave out."""
+        unread, lengths = (NO_GROUPS, WHOLE_LOOPS) if whole else (self.unread, self.lengths)
+        pass_ = self.passes.hold(self.stack, self.begin, unread, lengths)
         if pass_.traceable:
-            self.hold_passes[unread] = pass_
+            self.hold_passes[whole] = pass_
         return pass_
 
 
@@ -398,7 +442,8 @@ class BlockRunner:
             if decision.compute:
                 pass_ = path.compute_passes.get((path.merged, unread)) or path.make_compute_pass(unread)
             else:
-                pass_ = hold = path.hold_passes.get(unread) or path.make_hold_pass(unread)
+                whole = transformer.compiled
+                pass_ = hold = path.hold_passes.get(whole) or path.make_hold_pass(whole)
                 hold.load(call.state.predict(call.step))
             pass_.leaving = None if path.verified or transformer.compiled else {}
             decisions.append((decision, pass_))
@@ -406,7 +451,7 @@ class BlockRunner:
 
         try:
             at_once = call.signal is None or decided is not None
-            first = choose(None) if at_once else self._read_signal(call, path.stack, choose)
+            first: BlockPass = choose(None) if at_once else self._read_signal(call, path.stack, choose)
             plain = call.plain if path.traceable else transformer.eager_call(call.plain)
             output = transformer.run(first, plain, call.args, call.kwargs)
             first.finish()
@@ -419,7 +464,7 @@ class BlockRunner:
 
     def _read_signal(
         self, call: ForwardCall, stack: Stack, choose: Callable[[torch.Tensor | None], StackPass]
-    ) -> StackPass:
+    ) -> BlockPass:
         """A pass that reads the signal at the stack's first block and continues as the policy decides.
 
         A compiled forward cannot wait for a decision in its middle: it is run uncompiled up to that block first.

@@ -122,7 +122,7 @@ def verify_path(
     if isinstance(held, Residuals) and path.stack.group_count < len(path.stack.segments):
         candidates.insert(0, held.merge())
     for candidate in candidates:
-        pass_ = path.passes.hold(path.stack, path.begin, frozenset())
+        pass_ = path.passes.hold(path.stack, path.begin, frozenset(), {})
         pass_.load(candidate)
         with pass_.use_once() as leaving:
             output = transformer.run(pass_, transformer.eager_call(call.plain), call.args, call.kwargs)
@@ -133,7 +133,9 @@ def verify_path(
         )
         if report.ok:
             path.verified, path.merged = True, merged
-            path.unread = _find_unread(transformer, call, path, candidate, output)
+            path.unread, path.lengths = _find_shortcut(transformer, call, path, candidate, output)
+            path.compute_passes.clear()
+            path.hold_passes.clear()
             names = path.stack.group_names
             transformer.report = replace(report, unread=tuple(names[group] for group in sorted(path.unread)))
             return candidate.without(path.unread) if isinstance(candidate, Residuals) else candidate
@@ -144,20 +146,24 @@ def verify_path(
     )
 
 
-def _find_unread(
+def _find_shortcut(
     transformer: CachedTransformer, call: ForwardCall, path: CallPath, held: HeldTensors, output: Any
-) -> frozenset[int]:
-    """The groups of segments whose streams nothing reads after the blocks, so that they need not be held.
+) -> tuple[frozenset[int], Mapping[str, int]]:
+    """What a held step may leave out: streams that nothing reads after the blocks, and the rest of a loop over blocks.
 
-    The step is held once more with a placeholder for each such stream: one that is read stays, and the output must not
-    change by a bit. Not where a compiler traces the whole model, and not where ranks meet in the blocks.
+    The step is held once more with a placeholder for each such stream and with loops that end where the blocks left
+    would only pass streams on. A stream that is read stays, and the output must not change by a bit. Not where a
+    compiler traces the whole model, and not where ranks meet in the blocks.
     """
+    nothing: tuple[frozenset[int], Mapping[str, int]] = (frozenset(), {})
     if not path.passes.skips_unread or transformer.compiled or transformer.groups.synchronized:
-        return frozenset()
+        return nothing
     unread = frozenset(segment.group for segment in path.stack.segments) - path.stack.main_groups
-    while unread:
-        pass_ = path.passes.hold(path.stack, path.begin, unread)
+    lengths: Mapping[str, int] = path.passes.hold(path.stack, path.begin, unread, {}).find_lengths()
+    while unread or lengths:
+        pass_ = path.passes.hold(path.stack, path.begin, unread, lengths)
         pass_.load(held)
+        found: Any = None
         try:
             with pass_.use_once():
                 found = transformer.run(pass_, call.plain, call.args, call.kwargs)
@@ -166,9 +172,14 @@ def _find_unread(
             unread -= {error.group}
             continue
         except (DivergedError, *_MODEL_ERRORS):
-            return frozenset()
+            pass
         returned = next((t.group for t in iter_tensors([found]) if isinstance(t, UnreadStream)), None)
-        if returned is None:
-            return unread if equal_outputs(found, output) else frozenset()
-        unread -= {returned}
-    return unread
+        if returned is not None:
+            unread -= {returned}
+        elif found is not None and equal_outputs(found, output):
+            return unread, lengths
+        elif not lengths:
+            return nothing
+        else:
+            lengths = {}  # the model needs its whole loop
+    return nothing

@@ -112,7 +112,7 @@ class StrategyPasses(BlockPasses):
     def compute(self, stack: Stack, merged: bool, begin: int, unread: Collection[int]) -> ComputePass:
         return _StrategyComputePass(stack, begin, self._strategy)
 
-    def hold(self, stack: Stack, begin: int, unread: Collection[int]) -> HoldPass:
+    def hold(self, stack: Stack, begin: int, unread: Collection[int], lengths: Mapping[str, int]) -> HoldPass:
         return _StrategyHoldPass(stack, begin, self._strategy)
 
 
