@@ -517,9 +517,9 @@ def test_calibration(flux: Any, name: str, caplog: pytest.LogCaptureFixture) -> 
     backend = MagCacheBackend(DiffusionCacheConfig(**{name: True}, num_inference_steps=12))
     backend.enable(flux)
     with caplog.at_level(logging.INFO, "holdover"):
-        measured_picture = generate(flux, 12)
+        measured_image = generate(flux, 12)
     backend.disable()
-    assert torch.equal(measured_picture, plain)
+    assert torch.equal(measured_image, plain)
     logged = "\n".join(caplog.messages)
     for label, first in (("norm_ratios", 1.0), ("norm_stds", 0.0), ("cos_dises", 0.0)):
         values = eval(logged.split(f"{label}: ")[1].splitlines()[0])
@@ -641,7 +641,7 @@ def test_a_dual_stream_strategy_is_followed(flux: Any, registered: Any, metadata
     strategy = DualStreamStrategy(metadata)
     registered(FLUX, strategy)
     with holdover.enable(flux, "mag_cache") as cache:
-        picture = generate(flux, 12)
+        image = generate(flux, 12)
         generation = cache.stats().last
     unregister_strategy(FLUX)
     computed, held = generation.computed["cond"], generation.held["cond"]
@@ -653,8 +653,8 @@ def test_a_dual_stream_strategy_is_followed(flux: Any, registered: Any, metadata
     with holdover.enable(flux, "mag_cache", mag_ratios=strategy.mag_ratios) as cache:
         traced = generate(flux, 12)
         assert cache.stats().last.trace("cond") == generation.trace("cond")
-    assert torch.allclose(picture, traced, atol=1e-4)
-    assert not torch.allclose(picture, generate(flux, 12), atol=1e-4)
+    assert torch.allclose(image, traced, atol=1e-4)
+    assert not torch.allclose(image, generate(flux, 12), atol=1e-4)
 
 
 def test_a_strategy_given_to_the_hook_is_followed(flux: Any) -> None:
