@@ -60,24 +60,11 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
     def enable(self, pipeline: Any) -> None:
         names = [type(each).__name__ for each in (pipeline, *find_transformers(pipeline).values())]
         enabler = next((CUSTOM_DIT_ENABLERS[name] for name in names if name in CUSTOM_DIT_ENABLERS), None)
-        if enabler is None:
+        if enabler is None or self._engine is not None:
             self.enable_directly(pipeline)
             return
-        if self._engine is not None:
-            raise EnableError("This cache is enabled already: disable() it first, or make another one.")
         enabler(pipeline, self.config)
-        self._take_over(pipeline, enabler)
-
-    def enable_directly(self, pipeline: Any) -> None:
-        """Enable without looking for a custom enabler; every enabler ends here."""
-        if self._engine is None:
-            self._adapter.clear()
-        super().enable(pipeline)
-        logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
-
-    def _take_over(self, pipeline: Any, enabler: Callable[..., Any]) -> None:
-        """Become the owner of the cache that the enabler has put on the pipeline."""
-        found = find_cache(pipeline)
+        found = find_cache(pipeline)  # the enabler has made a cache of its own; this one takes its place
         if not isinstance(found, CacheDiTBackend) or found._engine is None:
             raise EnableError(
                 f"The enabler {enabler.__name__} has put no holdover cache on this {type(pipeline).__name__}: end it "
@@ -87,12 +74,15 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         self._engine.owner = self
         found._engine, found.enabled = None, False
 
+    def enable_directly(self, pipeline: Any) -> None:
+        """Enable without looking for a custom enabler; every enabler ends here."""
+        if self._engine is None:
+            self._adapter.adapted.clear()  # the transformer may have changed since
+        super().enable(pipeline)
+        logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
+
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
-        if (
-            len(self._require_engine().transformers) == 1
-            and type(num_inference_steps) is int
-            and num_inference_steps > 0
-        ):
+        if len(self._require_engine().transformers) == 1:
             self.settings.check_steps(num_inference_steps)
         super().refresh(pipeline, num_inference_steps, verbose)
 
@@ -150,9 +140,8 @@ def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheCo
     """
     if not hasattr(default_get_pipeline_transformer(pipeline), "gen_layers"):
         return enable_cache_for_dit(pipeline, cache_config)
-    adapter = CacheDiTBackend.maybe_build_block_adapter(pipeline)
-    if adapter is None:
-        adapter = _block_adapter(pipeline, ["transformer"], "gen_layers", ForwardPattern.Pattern_3)
+    declared = CacheDiTBackend.maybe_build_block_adapter(pipeline)
+    adapter = declared or _block_adapter(pipeline, ["transformer"], "gen_layers", ForwardPattern.Pattern_3)
     return enable_cache_for_dit(pipeline, cache_config, adapter)
 
 
