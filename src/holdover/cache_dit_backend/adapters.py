@@ -157,16 +157,16 @@ def declared_config(transformer: nn.Module) -> CacheDiTAdapterConfig | None:
     return declared
 
 
-def declared_adapter(transformer: nn.Module) -> BlockAdapter | None:
-    """The block adapter that the transformer's class declares, if any."""
-    declared = declared_config(transformer)
+def declared_adapter(transformer: nn.Module, declared: CacheDiTAdapterConfig | None = None) -> BlockAdapter | None:
+    """The block adapter for a declaration: the one given here, else that of the transformer's class, if any."""
+    declared = declared or declared_config(transformer)
     if declared is None:
         return None
     names = list(declared.block_forward_patterns)
     missing = [name for name in names if not isinstance(getattr(transformer, name, None), nn.ModuleList)]
     if missing or not names:
         raise UnsupportedModelError(
-            f"{type(transformer).__name__}._cache_dit_adapter_config names {', '.join(missing) or 'no list'}: "
+            f"The cache-dit adapter config of {type(transformer).__name__} names {', '.join(missing) or 'no list'}: "
             "each name must be an attribute that is a ModuleList."
         )
     return BlockAdapter(
@@ -281,12 +281,12 @@ class AdaptedTransformer:
 
 
 class TransformerAdapter:
-    """Adapts transformers: with the block adapter given here, the one their class declares, or the library's."""
+    """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's."""
 
     def __init__(
-        self, block_adapter: BlockAdapter | None = None, adapter_cls: type[CachedAdapter] | None = None
+        self, given: BlockAdapter | CacheDiTAdapterConfig | None, adapter_cls: type[CachedAdapter] | None
     ) -> None:
-        self._block_adapter, self._adapter_cls = block_adapter, adapter_cls
+        self._given, self._adapter_cls = given, adapter_cls
         self.adapted: dict[nn.Module, AdaptedTransformer] = {}
 
     def adapt(self, transformer: nn.Module, pipeline: Any = None) -> AdaptedTransformer:
@@ -298,11 +298,12 @@ class TransformerAdapter:
         return self.adapted[transformer]
 
     def _adapt(self, transformer: nn.Module, pipeline: Any) -> AdaptedTransformer:
-        adapter = None if self._block_adapter is None else adapter_for(self._block_adapter, transformer)
-        adapter = adapter or declared_adapter(transformer) or library_adapter(transformer, pipeline)
+        declared = self._given if isinstance(self._given, CacheDiTAdapterConfig) else None
+        adapter = adapter_for(self._given, transformer) if isinstance(self._given, BlockAdapter) else None
+        adapter = adapter or declared_adapter(transformer, declared) or library_adapter(transformer, pipeline)
         adapter.pipe = FakeDiffusionPipeline(transformer)
-        declared = declared_config(transformer)
-        cls = self._adapter_cls or (declared and declared.cached_adapter_cls) or StepAdapter
+        classes = (config.cached_adapter_cls for config in (declared, declared_config(transformer)) if config)
+        cls = self._adapter_cls or next(filter(None, classes), StepAdapter)
         step_cls = cls if issubclass(cls, StepAdapter) else StepAdapter  # any other class would patch the pipeline's
         patches, functor = step_cls.patches(transformer), adapter.patch_functor
         if functor is not None and type(functor).__name__ not in _UNNEEDED_PATCHES:
