@@ -600,7 +600,7 @@ def test_settings_come_before_a_strategy(flux: Any, registered: Any) -> None:
 
 @pytest.mark.parametrize("strategy", [MyModelMagCacheStrategy, None, "MyModelMagCacheStrategy"])
 def test_what_is_no_strategy_is_not_registered(strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="A strategy is an instance of MagCacheStrategy"):
+    with pytest.raises(ConfigError, match="A strategy must be an instance of MagCacheStrategy"):
         register_strategy("MyTransformer2DModel", strategy)
 
 
