@@ -244,9 +244,6 @@ class UnifiedBlock:
         """The blocks it runs, as they are now."""
         return [block for source in self.sources for block in nn.ModuleList.__iter__(source)]
 
-    def __str__(self) -> str:
-        return f"{self.name} ({len(self.blocks())} blocks, {self.pattern})"
-
 
 @dataclass(frozen=True)
 class AdaptedTransformer:
@@ -277,7 +274,8 @@ class AdaptedTransformer:
         return list(contexts)
 
     def __str__(self) -> str:
-        return "cache-dit: " + ", ".join(map(str, self.lists))
+        lists = (f"{each.name} ({len(each.blocks())} blocks, {each.pattern})" for each in self.lists)
+        return f"cache-dit: {', '.join(lists)}"
 
 
 class TransformerAdapter:

@@ -32,8 +32,8 @@ class CacheDiTConfig(CacheDiTSettings):
 
     num_inference_steps: int | None = setting(None, ge=1, doc="number of steps if there is no scheduler")
 
-    def check_steps(self, steps: int) -> None:
-        """Raise a ConfigError if the SCM policy has no mask for that many steps; anything else is not checked here."""
+    def check_steps(self, steps: int | None) -> None:
+        """Raise a ConfigError if the SCM policy has no mask for that many steps; invalid counts pass."""
         if self.scm_steps_mask_policy is not None and type(steps) is int and steps > 0:
             steps_mask(self.scm_steps_mask_policy, steps)
 

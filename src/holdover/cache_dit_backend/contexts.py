@@ -42,16 +42,11 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         self._step = -1
         self._skipped = 0
 
-    @property
-    def contexts(self) -> tuple[CachedContext, ...]:
-        """The context of each list."""
-        return tuple(self._cached_context_manager.values())
-
     def set_step(self, step: int) -> None:
         """Set the step of the next forward, counted from the first step of these contexts."""
         self._skipped, self._step = max(step - self._step - 1, 0), step
         self.decisions.clear()
-        for context in self.contexts:
+        for context in self._cached_context_manager.values():
             context.executed_steps = context.transformer_executed_steps = step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -101,7 +96,7 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor the contexts keep: residuals, and the derivatives of the calibrators."""
         found: list[Any] = []
-        for context in self.contexts:
+        for context in self._cached_context_manager.values():
             found += context.buffers.values()
             for calibrator in filter(None, context.get_calibrators()):
                 for state in calibrator.states.values():
@@ -111,9 +106,10 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
 
 def _decision(context: CachedContext, held: bool) -> Decision:
     """The library's decision with its reason, read from the context it has just updated."""
-    masked = context.cache_config.steps_computation_mask is not None
+    config = context.cache_config
     if held:
-        return MASK_HOLDS if masked and context.cache_config.steps_computation_policy == "static" else UNCHANGED
+        static = config.steps_computation_mask is not None and config.steps_computation_policy == "static"
+        return MASK_HOLDS if static else UNCHANGED
     if context.is_in_warmup():
         return WARM_UP
     if not context.buffers:

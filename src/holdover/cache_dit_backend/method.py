@@ -44,8 +44,7 @@ class CacheDiTMethod(Method[CacheDiTConfig]):
         return self.config.num_inference_steps
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
-        if self.declared_steps is not None:
-            self.config.check_steps(self.declared_steps)
+        self.config.check_steps(self.declared_steps)
         adapted = self._adapter.adapt(transformer.core, pipeline)
         self._contexts[transformer] = adapted.contexts(self.config)
         return (f"{transformer.name}: {adapted}",)
