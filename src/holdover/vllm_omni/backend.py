@@ -94,7 +94,7 @@ class OmniBackend(CacheBackend):
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            cache, before = self._cache, self.stats()
+            cache, before = self._cache, self._count_forwards()
             if self._steps is None:
                 cache.forget()
             else:
@@ -105,7 +105,7 @@ class OmniBackend(CacheBackend):
             finally:
                 self._steps = None
                 cache.forget()
-            self._check_generation(before.computed + before.held)
+            self._check_generation(before)
             return output
 
         return forward
@@ -119,12 +119,15 @@ class OmniBackend(CacheBackend):
             return self._cache.off()
         return self._cache.using(**settings[0])
 
+    def _count_forwards(self) -> int:
+        stats = self.stats()
+        return stats.computed + stats.held
+
     def _check_generation(self, before: int) -> None:
         """Raise if the request bypassed the cache or nothing could be held: otherwise it would go unnoticed."""
-        view, stats = self._enabled_view(), self.stats()
-        last = stats.last
+        view, last = self._enabled_view(), self.stats().last
         pipeline, transformers = type(view.pipeline).__name__, ", ".join(view.components)
-        if last is None or stats.computed + stats.held == before:
+        if last is None or self._count_forwards() == before:
             raise UnsupportedModelError(
                 f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
                 "it directly, with autograd on, or in training mode. Start without --cache-backend."
