@@ -541,7 +541,7 @@ def test_calibration_says_what_to_do_next(flux: Any, caplog: pytest.LogCaptureFi
 
 
 class MyTransformer2DModel(diffusers.FluxTransformer2DModel):
-    """A model of one's own, known by its class name."""
+    """A custom model, registered by its class name."""
 
 
 class MyModelMagCacheStrategy(MagCacheStrategy):
