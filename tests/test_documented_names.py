@@ -517,9 +517,9 @@ def test_calibration(flux: Any, name: str, caplog: pytest.LogCaptureFixture) -> 
     backend = MagCacheBackend(DiffusionCacheConfig(**{name: True}, num_inference_steps=12))
     backend.enable(flux)
     with caplog.at_level(logging.INFO, "holdover"):
-        measured_picture = generate(flux, 12)
+        measured_image = generate(flux, 12)
     backend.disable()
-    assert torch.equal(measured_picture, plain)
+    assert torch.equal(measured_image, plain)
     logged = "\n".join(caplog.messages)
     for label, first in (("norm_ratios", 1.0), ("norm_stds", 0.0), ("cos_dises", 0.0)):
         values = eval(logged.split(f"{label}: ")[1].splitlines()[0])
@@ -541,7 +541,7 @@ def test_calibration_says_what_to_do_next(flux: Any, caplog: pytest.LogCaptureFi
 
 
 class MyTransformer2DModel(diffusers.FluxTransformer2DModel):
-    """A model of one's own, known by its class name."""
+    """A custom model, registered by its class name."""
 
 
 class MyModelMagCacheStrategy(MagCacheStrategy):
@@ -600,7 +600,7 @@ def test_settings_come_before_a_strategy(flux: Any, registered: Any) -> None:
 
 @pytest.mark.parametrize("strategy", [MyModelMagCacheStrategy, None, "MyModelMagCacheStrategy"])
 def test_what_is_no_strategy_is_not_registered(strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="A strategy is an instance of MagCacheStrategy"):
+    with pytest.raises(ConfigError, match="A strategy must be an instance of MagCacheStrategy"):
         register_strategy("MyTransformer2DModel", strategy)
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 _CACHE_MISS: Final = object()
+_GIB: Final = 1 << 30
 _ENABLE_VARIABLE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE"
 _SIZE_VARIABLE: Final = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE"
 _ON: Final = ("1", "true", "yes", "on")
@@ -59,7 +60,7 @@ class PromptEmbedCache:
     device of the original. `max_bytes=None` means no byte limit.
     """
 
-    def __init__(self, max_size: int = 32, enabled: bool = True, *, max_bytes: int | None = 1 << 30) -> None:
+    def __init__(self, max_size: int = 32, enabled: bool = True, *, max_bytes: int | None = _GIB) -> None:
         self.max_size = _positive("max_size", max_size)
         self.max_bytes = None if max_bytes is None else _positive("max_bytes", max_bytes)
         self.enabled = enabled
@@ -152,7 +153,7 @@ def install_prompt_embed_cache(
     max_size: int = 32,
     enabled: bool = True,
     model_tag: str | None = None,
-    max_bytes: int | None = 1 << 30,
+    max_bytes: int | None = _GIB,
 ) -> PromptEmbedCache | None:
     """Cache `pipeline.encode_prompt` on this instance; return None if the pipeline has no such method.
 
@@ -178,10 +179,7 @@ def uninstall_prompt_embed_cache(pipeline: Any) -> None:
         installed.restore(vars(pipeline))
 
 
-def resolve_prompt_embed_cache_config(
-    enable: bool | None = None,
-    max_size: int | None = None,
-) -> tuple[bool, int]:
+def resolve_prompt_embed_cache_config(enable: bool | None = None, max_size: int | None = None) -> tuple[bool, int]:
     """Return (enabled, max_size) from the environment, else from the arguments, else off and 32.
 
     OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE (a

@@ -314,6 +314,7 @@ def test_what_the_library_patches_is_there_only_while_a_forward_runs(name: str) 
     tiny = MODELS[name]
     model = tiny.build()
     first(model(**tiny.inputs()))
+    plain = snapshot(model)
     with torch.no_grad(), holdover.enable(model, "cache_dit", **MUCH) as cache:
         enabled = snapshot(model)
         for step in range(3):
@@ -324,6 +325,7 @@ def test_what_the_library_patches_is_there_only_while_a_forward_runs(name: str) 
         with pytest.raises(TypeError):
             model(no_such_argument=1)
         assert differences(enabled, snapshot(model)) == []
+    assert differences(plain, snapshot(model)) == []
 
 
 def test_patched_models_run_beneath_accelerates_hooks() -> None:

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cache_dit
-from cache_dit.caching import (
-    BlockAdapter,
-    BlockAdapterRegister,
-    CachedAdapter,
-    FakeDiffusionPipeline,
-    ForwardPattern,
-)
+from cache_dit.caching import BlockAdapter, BlockAdapterRegister, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError
@@ -29,11 +23,7 @@ from .config import CacheDiTConfig, context_settings, quiet_library
 from .contexts import StepContextManager
 
 # The library registers adapters by a prefix of the pipeline's name; these transformers are named differently.
-_REGISTERED_AS = {
-    "SD3Transformer2DModel": "StableDiffusion3",
-    "UVit2DModel": "Amused",
-    "PriorTransformer": "ShapE",
-}
+_REGISTERED_AS = {"SD3Transformer2DModel": "StableDiffusion3", "UVit2DModel": "Amused", "PriorTransformer": "ShapE"}
 # Patches that are only needed when a list is replaced by a list of one element, which never happens here.
 _UNNEEDED_PATCHES = ("FluxPatchFunctor", "DiTPatchFunctor", "ErnieImagePatchFunctor")
 _HOOKED_FORWARD = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
@@ -103,11 +93,9 @@ class Patches:
 
 
 def _restore(now: dict[str, Any], then: dict[str, Any], names: Iterable[str]) -> None:
-    for name in [name for name in now if name not in then]:
+    for name in now.keys() - then.keys():
         del now[name]
-    for name in names:
-        if name in then and now.get(name) is not then[name]:
-            now[name] = then[name]
+    now.update({name: then[name] for name in names if name in then})
 
 
 class StepAdapter(CachedAdapter):  # type: ignore[misc]
@@ -137,24 +125,21 @@ class StepAdapter(CachedAdapter):  # type: ignore[misc]
         if cls.blocks_class is None:
             return list(super().collect_unified_blocks(block_adapter, contexts_kwargs))
         BlockAdapter.assert_normalized(block_adapter)
-        collected = []
+        collected: list[dict[str, nn.ModuleList]] = []
         for i, transformer in enumerate(block_adapter.transformer):
-            fields = (block_adapter.blocks, block_adapter.blocks_name, block_adapter.unique_blocks_name)
-            lists = zip(*(field[i] for field in (*fields, block_adapter.forward_pattern)), strict=True)
-            unified = {
-                context: cls.blocks_class(
-                    blocks,
+            collected.append({})
+            for j, context in enumerate(block_adapter.unique_blocks_name[i]):
+                unified = cls.blocks_class(
+                    block_adapter.blocks[i][j],
                     transformer=transformer,
-                    forward_pattern=pattern,
+                    forward_pattern=block_adapter.forward_pattern[i][j],
                     check_forward_pattern=block_adapter.check_forward_pattern,
                     check_num_outputs=block_adapter.check_num_outputs,
-                    cache_prefix=name,
+                    cache_prefix=block_adapter.blocks_name[i][j],
                     cache_context=context,
                     context_manager=block_adapter.pipe._context_manager,
                 )
-                for blocks, name, context, pattern in lists
-            }
-            collected.append({context: nn.ModuleList([block]) for context, block in unified.items()})
+                collected[i][context] = nn.ModuleList([unified])
         return collected
 
     @classmethod
@@ -172,16 +157,16 @@ def declared_config(transformer: nn.Module) -> CacheDiTAdapterConfig | None:
     return declared
 
 
-def declared_adapter(transformer: nn.Module) -> BlockAdapter | None:
-    """The block adapter that the transformer's class declares, if any."""
-    declared = declared_config(transformer)
+def declared_adapter(transformer: nn.Module, declared: CacheDiTAdapterConfig | None = None) -> BlockAdapter | None:
+    """The block adapter for a declaration: the one given here, else that of the transformer's class, if any."""
+    declared = declared or declared_config(transformer)
     if declared is None:
         return None
     names = list(declared.block_forward_patterns)
     missing = [name for name in names if not isinstance(getattr(transformer, name, None), nn.ModuleList)]
     if missing or not names:
         raise UnsupportedModelError(
-            f"{type(transformer).__name__}._cache_dit_adapter_config names {', '.join(missing) or 'no list'}: "
+            f"The cache-dit adapter config of {type(transformer).__name__} names {', '.join(missing) or 'no list'}: "
             "each name must be an attribute that is a ModuleList."
         )
     return BlockAdapter(
@@ -222,18 +207,17 @@ def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
 def adapter_for(adapter: BlockAdapter, transformer: nn.Module) -> BlockAdapter | None:
     """The part of a block adapter that describes one of its transformers; None if it describes others only."""
     transformers = adapter.transformer if isinstance(adapter.transformer, list) else [adapter.transformer]
-    transformers = BlockAdapter.flatten(transformers)
-    index = next((i for i, each in enumerate(transformers) if each is transformer), None)
-    if index is None:
+    ids = [id(each) for each in BlockAdapter.flatten(transformers)]
+    if id(transformer) not in ids:
         return None
-    if len(transformers) == 1:
+    if len(ids) == 1:
         return adapter
     part = {}
     for name in ("blocks", "blocks_name", "forward_pattern", "dummy_blocks_names", "params_modifiers"):
-        values = getattr(adapter, name)
-        if values:
-            values = values[index] if isinstance(values[index], list) else [values[index]]
-        part[name] = values
+        part[name] = getattr(adapter, name)
+        if part[name]:
+            own = part[name][ids.index(id(transformer))]
+            part[name] = own if isinstance(own, list) else [own]
     return BlockAdapter(
         pipe=FakeDiffusionPipeline(transformer),
         transformer=transformer,
@@ -260,9 +244,6 @@ class UnifiedBlock:
         """The blocks it runs, as they are now."""
         return [block for source in self.sources for block in nn.ModuleList.__iter__(source)]
 
-    def __str__(self) -> str:
-        return f"{self.name} ({len(self.blocks())} blocks, {self.pattern})"
-
 
 @dataclass(frozen=True)
 class AdaptedTransformer:
@@ -274,13 +255,9 @@ class AdaptedTransformer:
     lists: tuple[UnifiedBlock, ...]
     emptied: tuple[str, ...]
     patches: Patches
+    manager_class: type[StepContextManager]
     adapter_cls: type[CachedAdapter]
     block_adapter: BlockAdapter
-
-    @property
-    def manager_class(self) -> type[StepContextManager]:
-        """The class of the context manager."""
-        return self.adapter_cls.manager_class if issubclass(self.adapter_cls, StepAdapter) else StepContextManager
 
     def contexts(self, settings: CacheDiTConfig) -> list[dict[str, Any]]:
         """The settings of each list's context, including what the adapter changes for that list."""
@@ -297,56 +274,63 @@ class AdaptedTransformer:
         return list(contexts)
 
     def __str__(self) -> str:
-        return "cache-dit: " + ", ".join(map(str, self.lists))
+        lists = (f"{each.name} ({len(each.blocks())} blocks, {each.pattern})" for each in self.lists)
+        return f"cache-dit: {', '.join(lists)}"
 
 
 class TransformerAdapter:
-    """Adapts transformers: with the block adapter given here, the one their class declares, or the library's."""
+    """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's."""
 
     def __init__(
-        self, block_adapter: BlockAdapter | None = None, adapter_cls: type[CachedAdapter] | None = None
+        self, given: BlockAdapter | CacheDiTAdapterConfig | None, adapter_cls: type[CachedAdapter] | None
     ) -> None:
-        self._block_adapter, self._adapter_cls = block_adapter, adapter_cls
-        self._adapted: dict[nn.Module, AdaptedTransformer] = {}
+        self._given, self._adapter_cls = given, adapter_cls
+        self.adapted: dict[nn.Module, AdaptedTransformer] = {}
 
     def adapt(self, transformer: nn.Module, pipeline: Any = None) -> AdaptedTransformer:
         """The adapted transformer, created at the first call."""
         transformer = unwrap_module(transformer)
-        if transformer not in self._adapted:
+        if transformer not in self.adapted:
             with quiet_library():
-                self._adapted[transformer] = self._adapt(transformer, pipeline)
-        return self._adapted[transformer]
-
-    def clear(self) -> None:
-        """Forget all adapted transformers."""
-        self._adapted.clear()
+                self.adapted[transformer] = self._adapt(transformer, pipeline)
+        return self.adapted[transformer]
 
     def _adapt(self, transformer: nn.Module, pipeline: Any) -> AdaptedTransformer:
-        adapter = None if self._block_adapter is None else adapter_for(self._block_adapter, transformer)
-        adapter = adapter or declared_adapter(transformer) or library_adapter(transformer, pipeline)
-        declared = declared_config(transformer)
-        cls = self._adapter_cls or (declared and declared.cached_adapter_cls) or StepAdapter
+        declared = self._given if isinstance(self._given, CacheDiTAdapterConfig) else None
+        adapter = adapter_for(self._given, transformer) if isinstance(self._given, BlockAdapter) else None
+        adapter = adapter or declared_adapter(transformer, declared) or library_adapter(transformer, pipeline)
         adapter.pipe = FakeDiffusionPipeline(transformer)
-        patches = cls.patches(transformer) if issubclass(cls, StepAdapter) else Patches()
-        functor = adapter.patch_functor
+        classes = (config.cached_adapter_cls for config in (declared, declared_config(transformer)) if config)
+        cls = self._adapter_cls or next(filter(None, classes), StepAdapter)
+        step_cls = cls if issubclass(cls, StepAdapter) else StepAdapter  # any other class would patch the pipeline's
+        patches, functor = step_cls.patches(transformer), adapter.patch_functor
         if functor is not None and type(functor).__name__ not in _UNNEEDED_PATCHES:
             patches = Patches.record(lambda: functor.apply(transformer), transformer)
         try:
             with patches.apply():
-                lists = tuple(_unified_blocks(transformer, BlockAdapter.normalize(adapter), cls))
+                adapter = BlockAdapter.normalize(adapter)
+                sources = _find_sources(transformer, adapter)
+                adapter.blocks = [[list(blocks) for blocks in adapter.blocks[0]]]
+                _, contexts = step_cls.create_context(adapter, **context_settings(CacheDiTConfig()))
+                (collected,) = cls.collect_unified_blocks(adapter, contexts)
         except AssertionError as error:
             raise UnsupportedModelError(
                 f"{get_module_class(transformer).__name__} does not match its cache-dit adapter: {error}"
             ) from None
-        return AdaptedTransformer(lists, tuple(adapter.dummy_blocks_names[0]), patches, cls, adapter)
+        (names,), (unique,), (patterns,) = adapter.blocks_name, adapter.unique_blocks_name, adapter.forward_pattern
+        lists = tuple(
+            UnifiedBlock(name, collected[key][0], source, pattern.name)
+            for name, key, source, pattern in zip(names, unique, sources, patterns, strict=True)
+        )
+        return AdaptedTransformer(
+            lists, tuple(adapter.dummy_blocks_names[0]), patches, step_cls.manager_class, cls, adapter
+        )
 
 
-def _unified_blocks(transformer: nn.Module, adapter: BlockAdapter, cls: type[CachedAdapter]) -> Iterator[UnifiedBlock]:
-    """The unified block of each list of a normalized adapter."""
-    (names,), (unique,), (patterns,) = adapter.blocks_name, adapter.unique_blocks_name, adapter.forward_pattern
-    own = find_block_lists(transformer)
-    sources = []
-    for name, blocks in zip(names, adapter.blocks[0], strict=True):
+def _find_sources(transformer: nn.Module, adapter: BlockAdapter) -> list[tuple[nn.ModuleList, ...]]:
+    """For each list of a normalized adapter, the transformer's own lists that have its blocks."""
+    own, sources = find_block_lists(transformer), []
+    for name, blocks in zip(adapter.blocks_name[0], adapter.blocks[0], strict=True):
         wanted = {id(block) for block in blocks}
         found = tuple(each for each in own.values() if {id(block) for block in each} <= wanted)
         if name not in own or sum(map(len, found)) != len(blocks):
@@ -355,9 +339,4 @@ def _unified_blocks(transformer: nn.Module, adapter: BlockAdapter, cls: type[Cac
                 "iterates over, so cache-dit cannot replace it."
             )
         sources.append(found)
-    adapter.blocks = [[list(blocks) for blocks in adapter.blocks[0]]]
-    creator = cls if issubclass(cls, StepAdapter) else StepAdapter  # any other class would patch the pipeline's class
-    _, contexts = creator.create_context(adapter, **context_settings(CacheDiTConfig()))
-    (collected,) = cls.collect_unified_blocks(adapter, contexts)
-    for name, key, pattern, source in zip(names, unique, patterns, sources, strict=True):
-        yield UnifiedBlock(name, collected[key][0], source, pattern.name)
+    return sources

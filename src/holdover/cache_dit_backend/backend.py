@@ -7,16 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from cache_dit.caching import BlockAdapter, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
+from cache_dit.caching import BlockAdapter, CachedAdapter, ForwardPattern
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from ..base import CacheBackend
 from ..engine.backend import EngineBackend, find_cache, find_transformers
-from ..errors import EnableError, NotEnabledError, UnsupportedModelError
+from ..errors import EnableError, NotEnabledError
 from ..models.inputs import unwrap_module
-from .adapters import TransformerAdapter, declared_adapter, declared_config
+from .adapters import CacheDiTAdapterConfig, TransformerAdapter, declared_adapter, declared_config
 from .config import CacheDiTConfig, quiet_library
 from .method import CacheDiTMethod
 from .model_adapters import Wan22S2VCachedAdapter
@@ -39,7 +38,7 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
     def __init__(
         self,
         config: Any = None,
-        block_adapter: BlockAdapter | None = None,
+        block_adapter: BlockAdapter | CacheDiTAdapterConfig | None = None,
         adapter_cls: type[CachedAdapter] | None = None,
     ) -> None:
         super().__init__(config)
@@ -60,24 +59,11 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
     def enable(self, pipeline: Any) -> None:
         names = [type(each).__name__ for each in (pipeline, *find_transformers(pipeline).values())]
         enabler = next((CUSTOM_DIT_ENABLERS[name] for name in names if name in CUSTOM_DIT_ENABLERS), None)
-        if enabler is None:
+        if enabler is None or self._engine is not None:
             self.enable_directly(pipeline)
             return
-        if self._engine is not None:
-            raise EnableError("This cache is enabled already: disable() it first, or make another one.")
         enabler(pipeline, self.config)
-        self._take_over(pipeline, enabler)
-
-    def enable_directly(self, pipeline: Any) -> None:
-        """Enable without looking for a custom enabler; every enabler ends here."""
-        if self._engine is None:
-            self._adapter.clear()
-        super().enable(pipeline)
-        logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
-
-    def _take_over(self, pipeline: Any, enabler: Callable[..., Any]) -> None:
-        """Become the owner of the cache that the enabler has put on the pipeline."""
-        found = find_cache(pipeline)
+        found = find_cache(pipeline)  # the enabler has made a cache of its own; this one takes its place
         if not isinstance(found, CacheDiTBackend) or found._engine is None:
             raise EnableError(
                 f"The enabler {enabler.__name__} has put no holdover cache on this {type(pipeline).__name__}: end it "
@@ -87,12 +73,15 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         self._engine.owner = self
         found._engine, found.enabled = None, False
 
+    def enable_directly(self, pipeline: Any) -> None:
+        """Enable without looking for a custom enabler; every enabler ends here."""
+        if self._engine is None:
+            self._adapter.adapted.clear()  # the transformer may have changed since
+        super().enable(pipeline)
+        logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
+
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
-        if (
-            len(self._require_engine().transformers) == 1
-            and type(num_inference_steps) is int
-            and num_inference_steps > 0
-        ):
+        if len(self._require_engine().transformers) == 1:
             self.settings.check_steps(num_inference_steps)
         super().refresh(pipeline, num_inference_steps, verbose)
 
@@ -122,25 +111,23 @@ def build_cache_context_refresh(
 def enable_cache_for_dit(
     pipeline: Any,
     cache_config: Any,
-    block_adapter: BlockAdapter | None = None,
+    block_adapter: BlockAdapter | CacheDiTAdapterConfig | None = None,
     adapter_cls: type[CachedAdapter] | None = None,
 ) -> RefreshCacheContextFunc:
-    """Enable cache-dit with this block adapter, else the one the transformer declares, else the library's own."""
+    """Enable cache-dit with this adapter or declaration, else what the transformer declares, else the library's own."""
     CacheDiTBackend(cache_config, block_adapter, adapter_cls).enable_directly(pipeline)
     return build_cache_context_refresh(cache_config)
 
 
 def enable_cache_for_wan22(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
     """Enable cache-dit on Wan2.2, on one expert or both; each is cached over the steps it runs."""
-    experts = [name for name in ("transformer", "transformer_2") if getattr(pipeline, name, None) is not None]
-    adapter = _block_adapter(pipeline, experts, "blocks", ForwardPattern.Pattern_2)
-    return enable_cache_for_dit(pipeline, cache_config, adapter)
+    return enable_cache_for_dit(pipeline, cache_config, _declare(pipeline, "blocks", ForwardPattern.Pattern_2))
 
 
 def enable_cache_for_wan22_s2v(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
     """Enable cache-dit on Wan2.2 S2V; audio is injected between the blocks as before, also after disable()."""
-    adapter = _block_adapter(pipeline, ["transformer"], "blocks", ForwardPattern.Pattern_3)
-    return enable_cache_for_dit(pipeline, cache_config, adapter, Wan22S2VCachedAdapter)
+    declared = _declare(pipeline, "blocks", ForwardPattern.Pattern_3)
+    return enable_cache_for_dit(pipeline, cache_config, declared, Wan22S2VCachedAdapter)
 
 
 def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
@@ -148,31 +135,18 @@ def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheCo
 
     The transformer of diffusers runs both pathways in one list; there the library's own adapter holds both.
     """
-    if not hasattr(default_get_pipeline_transformer(pipeline), "gen_layers"):
+    transformer = default_get_pipeline_transformer(pipeline)
+    if declared_config(transformer) is not None or not hasattr(transformer, "gen_layers"):
         return enable_cache_for_dit(pipeline, cache_config)
-    adapter = CacheDiTBackend.maybe_build_block_adapter(pipeline)
-    if adapter is None:
-        adapter = _block_adapter(pipeline, ["transformer"], "gen_layers", ForwardPattern.Pattern_3)
-    return enable_cache_for_dit(pipeline, cache_config, adapter)
+    return enable_cache_for_dit(pipeline, cache_config, _declare(pipeline, "gen_layers", ForwardPattern.Pattern_3))
 
 
-def _block_adapter(pipeline: Any, transformers: list[str], blocks: str, pattern: ForwardPattern) -> BlockAdapter | None:
-    """A block adapter for one list of some transformers; None for those of diffusers, which the library knows."""
-    modules = [unwrap_module(getattr(pipeline, name, pipeline)) for name in transformers]
+def _declare(pipeline: Any, blocks: str, pattern: ForwardPattern) -> CacheDiTAdapterConfig | None:
+    """A declaration for one list of blocks; None for transformers of diffusers, which the library knows."""
+    modules = map(unwrap_module, find_transformers(pipeline).values())
     if all(type(module).__module__.startswith("diffusers.") for module in modules):
         return None
-    for module in modules:
-        if not isinstance(getattr(module, blocks, None), nn.ModuleList):
-            raise UnsupportedModelError(f"{type(module).__name__} has no list `{blocks}` of blocks to cache.")
-    with quiet_library():
-        return BlockAdapter(
-            pipe=FakeDiffusionPipeline(modules[0]),
-            transformer=modules,
-            blocks=[getattr(module, blocks) for module in modules],
-            blocks_name=[blocks] * len(modules),
-            forward_pattern=[pattern] * len(modules),
-            check_forward_pattern=False,
-        )
+    return CacheDiTAdapterConfig({blocks: pattern}, check_forward_pattern=False)
 
 
 def may_enable_cache_dit(pipeline: Any, od_config: Any) -> CacheDiTBackend | None:

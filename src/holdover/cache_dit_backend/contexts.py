@@ -1,4 +1,4 @@
-"""cache-dit's contexts of one branch in one generation.
+"""cache-dit's contexts of one branch in one generation, and the policy that reports what they decide.
 
 The library counts forwards to find the step and the branch. Here both are known: each branch has contexts of its own,
 and they are set to the step before the forward runs. This module knows the library and nothing of the engine.
@@ -7,6 +7,7 @@ and they are set to the step before the forward runs. This module knows the libr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class StepContextManager(CachedContextManager):  # type: ignore[misc]
     """The library's contexts of one branch, one for each list of blocks, set to a known step.
 
-    `distance(now, before)` replaces the library's comparison of residuals where several ranks must decide alike.
+    While `replaying`, the step just computed is held and nothing is counted. `distance(now, before)` replaces the
+    library's comparison of residuals where several ranks must decide alike.
     """
 
     def __init__(self, name: str = "holdover") -> None:
@@ -40,16 +42,11 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         self._step = -1
         self._skipped = 0
 
-    @property
-    def contexts(self) -> tuple[CachedContext, ...]:
-        """The context of each list."""
-        return tuple(self._cached_context_manager.values())
-
     def set_step(self, step: int) -> None:
         """Set the step of the next forward, counted from the first step of these contexts."""
         self._skipped, self._step = max(step - self._step - 1, 0), step
         self.decisions.clear()
-        for context in self.contexts:
+        for context in self._cached_context_manager.values():
             context.executed_steps = context.transformer_executed_steps = step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -58,75 +55,61 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         if self.replaying:
             return
         super().mark_step_begin()
-        for calibrator in self.current_context.get_calibrators():
-            for _ in range(self._skipped if calibrator is not None else 0):
+        for calibrator in filter(None, self.current_context.get_calibrators()):
+            for _ in range(self._skipped):
                 calibrator.mark_step_begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_cached_step(self) -> None:
-        """Count a held step, unless it is a replay."""
         if not self.replaying:
             super().add_cached_step()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def can_cache(
-        self,
-        states_tensor: torch.Tensor,
-        parallelized: bool = False,
-        threshold: float | None = None,
-        prefix: str = "Fn",
-    ) -> bool:
+    def can_cache(self, states_tensor: torch.Tensor, parallelized: bool = False, *, prefix: str = "Fn") -> bool:
         """Let the library decide, and record its decision and the reason."""
         if self.replaying:
             return True
         context = self.current_context
         if context.name in self.decisions:
             raise UnsupportedModelError(f"The model runs {prefix.removesuffix('_Fn_residual')} twice in one forward.")
-        held = bool(context.buffers) and super().can_cache(states_tensor, False, threshold, prefix)
+        held = bool(context.buffers) and super().can_cache(states_tensor, prefix=prefix)
         self.decisions[context.name] = _decision(context, held)
         return held
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def similarity(
-        self,
-        before: torch.Tensor,
-        now: torch.Tensor,
-        *,
-        threshold: float,
-        parallelized: bool = False,
-        prefix: str = "Fn",
-    ) -> bool:
+    def similarity(self, before: torch.Tensor, now: torch.Tensor, *, threshold: float, **options: Any) -> bool:
         """Compare over the ranks that must decide alike; the library would average over all ranks."""
         if self.distance is None or not 0.0 < threshold < 1.0:
-            return bool(super().similarity(before, now, threshold=threshold, parallelized=parallelized, prefix=prefix))
+            return bool(super().similarity(before, now, threshold=threshold, **options))
         change = float(self.distance(now, before))
         self.add_residual_diff(change)
         return change < threshold
 
     def decision(self) -> Decision:
         """The decision of the last step: held if any list was held; the reason names the lists if they differ."""
-        decisions = list(self.decisions.values())
         held = [name for name, decision in self.decisions.items() if not decision.compute]
-        if not held or len(held) == len(decisions):
-            return decisions[0] if decisions else NEVER_HELD
+        if not held or len(held) == len(self.decisions):
+            return next(iter(self.decisions.values()), NEVER_HELD)
         lists = ", ".join(name.rpartition("_")[0] for name in held)
         return Decision(False, f"{self.decisions[held[0]].reason}, in {lists} only")
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor the contexts keep: residuals, and the derivatives of the calibrators."""
-        found = [value for context in self.contexts for value in context.buffers.values()]
-        for context in self.contexts:
-            for calibrator in context.get_calibrators():
-                states = [] if calibrator is None else calibrator.states.values()
-                found += [t for state in states for derivatives in state.state.values() for t in derivatives]
+        found: list[Any] = []
+        for context in self._cached_context_manager.values():
+            found += context.buffers.values()
+            for calibrator in filter(None, context.get_calibrators()):
+                for state in calibrator.states.values():
+                    found += [t for derivatives in state.state.values() for t in derivatives]
         return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _decision(context: CachedContext, held: bool) -> Decision:
     """The library's decision with its reason, read from the context it has just updated."""
-    masked = context.cache_config.steps_computation_mask is not None
+    config = context.cache_config
     if held:
-        return MASK_HOLDS if masked and context.cache_config.steps_computation_policy == "static" else UNCHANGED
+        static = config.steps_computation_mask is not None and config.steps_computation_policy == "static"
+        return MASK_HOLDS if static else UNCHANGED
     if context.is_in_warmup():
         return WARM_UP
     if not context.buffers:
@@ -138,26 +121,38 @@ def _decision(context: CachedContext, held: bool) -> Decision:
     return OFF if context.get_residual_diff_threshold() <= 0 else LIMIT_REACHED
 
 
-class BranchContexts:
-    """The policy state of one branch: its context manager, created again whenever the contexts must start over.
+@dataclass(frozen=True)
+class CacheDiTPolicy:
+    """Reports what the library decided in the forward that has just run.
 
     `contexts` are the settings of each list's context, `first` is the first step this transformer runs, and
     `refresh_step` is the step (with `repeat`: each multiple of it) at which everything starts over.
     """
 
-    def __init__(
-        self,
-        manager_class: type[StepContextManager],
-        contexts: Sequence[dict[str, Any]],
-        *,
-        first: int = 0,
-        refresh_step: int | None = None,
-        repeat: bool = False,
-        distance: Distance | None = None,
-    ) -> None:
-        self._manager_class, self._contexts, self._distance = manager_class, contexts, distance
-        self._first, self._refresh_step, self._repeat = first, refresh_step, repeat
-        self._manager: StepContextManager | None = None
+    manager_class: type[StepContextManager]
+    contexts: Sequence[dict[str, Any]]
+    first: int
+    refresh_step: int | None
+    repeat: bool
+    distance: Distance | None
+    needs_signal: bool = False
+
+    def start(self) -> BranchContexts:
+        return BranchContexts(self)
+
+    def decide(self, step: int, signal: float | None, state: BranchContexts) -> Decision:
+        decision = NEVER_HELD if state.manager is None else state.manager.decision()
+        if decision.compute:
+            state.anchor = step
+        return decision
+
+
+class BranchContexts:
+    """The policy state of one branch: its context manager, created again whenever the contexts start over."""
+
+    def __init__(self, policy: CacheDiTPolicy) -> None:
+        self._policy = policy
+        self.manager: StepContextManager | None = None
         self._origin = 0
         self._anchor: int | None = None
 
@@ -170,23 +165,19 @@ class BranchContexts:
     def anchor(self, step: int | None) -> None:
         self._anchor = step
         if step is None:
-            self._manager = None
+            self.manager = None
 
     def at(self, step: int) -> StepContextManager:
         """The context manager, set to a step of the generation."""
-        step -= self._first
-        origin = last_refresh(step, self._refresh_step, self._repeat)
-        if self._manager is None or origin != self._origin:
-            self._manager, self._origin = self._manager_class(), origin
-            self._manager.distance = self._distance
-            for settings in self._contexts:
-                self._manager.new_context(**settings)
-        self._manager.set_step(step - origin)
-        return self._manager
-
-    def decision(self) -> Decision:
-        """The library's decision for the step that ran last."""
-        return NEVER_HELD if self._manager is None else self._manager.decision()
+        policy, step = self._policy, step - self._policy.first
+        origin = last_refresh(step, policy.refresh_step, policy.repeat)
+        if self.manager is None or origin != self._origin:
+            self.manager, self._origin = policy.manager_class(), origin
+            self.manager.distance = policy.distance
+            for settings in policy.contexts:
+                self.manager.new_context(**settings)
+        self.manager.set_step(step - origin)
+        return self.manager
 
 
 def last_refresh(step: int, refresh_step: int | None, repeat: bool) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,28 +21,12 @@ from ..engine.parallel import known_to_shards, true_on_all
 from ..engine.signals import change_across_ranks
 from ..engine.state import ForwardCall, Outcome
 from ..engine.storage import HeldTensors, RecentDict
-from ..engine.verify import ReplayReport, compare_replay
+from ..engine.verify import ReplayReport, compare_replay, equal_outputs
 from ..errors import ConfigError, UnsupportedModelError
 from ..grid import Grid
-from ..models.inputs import iter_tensors
-from ..policies.base import Decision
 from .adapters import AdaptedTransformer, TransformerAdapter
 from .config import CacheDiTConfig, steps_mask
-from .contexts import BranchContexts, StepContextManager
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheDiTPolicy:
-    """Creates the contexts of a branch, and reports what the library decided in the forward that has just run."""
-
-    start: Callable[[], BranchContexts]
-    needs_signal: bool = False
-
-    def decide(self, step: int, signal: float | None, state: BranchContexts) -> Decision:
-        decision = state.decision()
-        if decision.compute:
-            state.anchor = step
-        return decision
+from .contexts import BranchContexts, CacheDiTPolicy, StepContextManager
 
 
 class CacheDiTMethod(Method[CacheDiTConfig]):
@@ -60,8 +44,7 @@ class CacheDiTMethod(Method[CacheDiTConfig]):
         return self.config.num_inference_steps
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
-        if self.declared_steps is not None:
-            self.config.check_steps(self.declared_steps)
+        self.config.check_steps(self.declared_steps)
         adapted = self._adapter.adapt(transformer.core, pipeline)
         self._contexts[transformer] = adapted.contexts(self.config)
         return (f"{transformer.name}: {adapted}",)
@@ -70,35 +53,27 @@ class CacheDiTMethod(Method[CacheDiTConfig]):
         return CacheDiTRunner(transformer, self._adapter.adapt(transformer.core))
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> CacheDiTPolicy:
-        settings = self.config
-        start = functools.partial(
-            BranchContexts,
+        settings, groups, contexts = self.config, transformer.groups, self._contexts[transformer]
+        if settings.scm_steps_mask_policy is not None:
+            if not grid.bounded:
+                raise ConfigError(
+                    "An SCM mask needs the number of steps: call refresh(transformer, steps) before the loop, or set "
+                    "num_inference_steps."
+                )
+            expert = transformer.name if grid.length < grid.count else ""
+            mask = steps_mask(settings.scm_steps_mask_policy, grid.length, expert)
+            contexts = [
+                {**context, "cache_config": dataclasses.replace(context["cache_config"], steps_computation_mask=mask)}
+                for context in contexts
+            ]
+        return CacheDiTPolicy(
             self._adapter.adapt(transformer.core).manager_class,
-            self._masked_contexts(transformer, grid),
+            contexts,
             first=grid.first,
             refresh_step=settings.force_refresh_step_hint,
             repeat=settings.force_refresh_step_policy == "repeat",
-            distance=functools.partial(change_across_ranks, transformer.groups)
-            if transformer.groups.synchronized
-            else None,
+            distance=functools.partial(change_across_ranks, groups) if groups.synchronized else None,
         )
-        return CacheDiTPolicy(start)
-
-    def _masked_contexts(self, transformer: CachedTransformer, grid: Grid) -> list[dict[str, Any]]:
-        """The settings of the contexts, with the mask for exactly the steps this transformer runs."""
-        policy = self.config.scm_steps_mask_policy
-        if policy is None:
-            return self._contexts[transformer]
-        if not grid.bounded:
-            raise ConfigError(
-                "An SCM mask needs the number of steps: call refresh(transformer, steps) before the loop, or set "
-                "num_inference_steps."
-            )
-        mask = steps_mask(policy, grid.length, transformer.name if grid.length < grid.count else "")
-        return [
-            {**context, "cache_config": dataclasses.replace(context["cache_config"], steps_computation_mask=mask)}
-            for context in self._contexts[transformer]
-        ]
 
 
 class CacheDiTRunner:
@@ -113,7 +88,13 @@ class CacheDiTRunner:
         contexts: BranchContexts = call.state.policy_state
         manager = contexts.at(call.step)
         known = known_to_shards(self._transformer.groups, call.structure in self._checked)
-        output = self._forward(call, manager) if known else self._try_forward(call, manager)
+        try:
+            output = self._forward(call, manager)
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+            if known or isinstance(error, torch.OutOfMemoryError):
+                raise
+            call.plain(*call.args, **call.kwargs)  # if this fails too, the user sees the model's own error
+            raise self._refusal(call, "the model runs, but not through cache-dit", error) from error
         decision = call.decide(None)
         if not decision.compute:
             return Outcome(output, decision, None)
@@ -122,30 +103,20 @@ class CacheDiTRunner:
         return Outcome(output, decision, HeldContexts(manager))
 
     def _forward(self, call: ForwardCall, manager: StepContextManager) -> Any:
-        run = UnifiedPass(self._adapted, manager)
+        pass_ = UnifiedPass(self._adapted, manager)
         try:
             with self._adapted.patches.apply():
-                output = self._transformer.run(run, call.plain, call.args, call.kwargs)
+                output = self._transformer.run(pass_, call.plain, call.args, call.kwargs)
         finally:
             for unified in self._adapted.lists:
                 unified.block.context_manager = None  # it must not outlive the generation
-        missed = [unified.name for unified in self._adapted.lists if unified.name not in run.seen]
+        missed = [unified.name for unified in self._adapted.lists if unified.name not in pass_.seen]
         if missed:
             raise UnsupportedModelError(
                 f"This forward of {self._transformer.class_name} does not iterate over {', '.join(missed)}, so "
                 "cache-dit cannot replace the list. Use tea_cache or mag_cache."
             )
         return output
-
-    def _try_forward(self, call: ForwardCall, manager: StepContextManager) -> Any:
-        """The first forward of a kind: a model that fails only under cache-dit is refused by name."""
-        try:
-            return self._forward(call, manager)
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            call.plain(*call.args, **call.kwargs)  # if this fails too, the user sees the model's own error
-            raise self._refusal(call, "the model runs, but not through cache-dit", error) from error
 
     def _check(self, call: ForwardCall, output: Any, manager: StepContextManager) -> None:
         """A computed step must equal the plain forward, and holding it at once must give the same output."""
@@ -169,13 +140,8 @@ class CacheDiTRunner:
         return compare_replay(transformer.class_name, transformer.groups, (one, {}), (other, {}), str(self._adapted))
 
     def _equal(self, one: Any, other: Any) -> bool:
-        """Whether two outputs are bit-identical on all ranks; equal NaNs count as equal."""
-        ours, theirs = (list(iter_tensors(dict(o) if isinstance(o, dict) else o)) for o in (one, other))
-        equal = len(ours) == len(theirs) and all(
-            a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-            for a, b in zip(ours, theirs, strict=True)
-        )
-        return true_on_all(self._transformer.groups, equal)
+        """Whether two outputs are bit-identical on all ranks."""
+        return true_on_all(self._transformer.groups, equal_outputs(one, other))
 
     def _refusal(self, call: ForwardCall, problem: str, details: object) -> UnsupportedModelError:
         """An error that names the model, the arguments that cause the problem, and an alternative."""
@@ -200,31 +166,17 @@ class UnifiedPass(BlockPass):
         self.lists = frozenset([*self._unified, *adapted.emptied])
         self.seen: set[str] = set()
 
-    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        raise AssertionError("cache-dit's unified block calls the blocks itself.")
-
     def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
-        """The unified block of a list; nothing for a list that another one runs."""
-        return _UnifiedList(self, name) if name in self._unified else ()
+        """A proxy of the unified block; nothing for a list whose blocks another list's unified block runs."""
+        unified = self._unified.get(name)
+        return () if unified is None else super().make_proxies(name, [unified.block], traced)
 
-    def iterate(self, name: str) -> Iterator[Any]:
-        """Start the loop over a list: its unified block gets the contexts of the running branch."""
-        unified = self._unified[name]
-        unified.block.transformer_blocks = unified.blocks()
-        unified.block.context_manager = self._manager
-        self.seen.add(name)
-        return iter((unified.block,))
-
-
-@dataclasses.dataclass(frozen=True)
-class _UnifiedList:
-    """One block list while cache-dit runs it; the pass notices when the model iterates it."""
-
-    pass_: UnifiedPass
-    name: str
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.pass_.iterate(self.name)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.seen.add(blocks)
+        unified = self._unified[blocks].block
+        unified.transformer_blocks, unified.context_manager = self._unified[blocks].blocks(), self._manager
+        return unified(*args, **kwargs)
 
 
 class HeldContexts(HeldTensors):

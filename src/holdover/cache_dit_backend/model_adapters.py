@@ -6,7 +6,7 @@ None of them is in diffusers. An adapter is named in a transformer's `_cache_dit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,21 +26,19 @@ class BagelCachedContextManager(StepContextManager):
     def apply_cache(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states: Any = None,
         prefix: str = "Bn",
         encoder_prefix: str = "Bn_encoder",
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The predicted output of the blocks, and the KV cache as it was given."""
+    ) -> tuple[torch.Tensor, Any]:
         stream = encoder_hidden_states if isinstance(encoder_hidden_states, torch.Tensor) else None
         hidden_states, stream = super().apply_cache(hidden_states, stream, prefix, encoder_prefix)
         return hidden_states, encoder_hidden_states if stream is None else stream
 
 
 class BagelCachedBlocks(CachedBlocks_Pattern_0_1_2):  # type: ignore[misc]
-    """The layers of BAGEL as one block; passes that write the KV cache are always computed."""
+    """The layers of BAGEL as one block. Prefill and text decoding, which write the KV cache, are always computed."""
 
     def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hold denoising passes only, never prefill or text decoding."""
         if kwargs.get("update_past_key_values") or kwargs.get("mode") == "und":
             states = self.call_blocks(hidden_states, encoder_hidden_states, *args, **kwargs)
             return self._process_forward_outputs(*states)
@@ -68,10 +66,10 @@ class BagelCachedBlocks(CachedBlocks_Pattern_0_1_2):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Run one layer; single layers are never pruned here."""
+        """Run one layer; single layers are never pruned."""
         output = block(hidden_states, encoder_hidden_states, *args, **kwargs)
-        states: tuple[torch.Tensor, Any] = self._process_block_outputs(output, encoder_hidden_states)
-        return states
+        hidden_states, encoder_hidden_states = self._process_block_outputs(output, encoder_hidden_states)
+        return hidden_states, encoder_hidden_states
 
 
 class BagelCachedAdapter(StepAdapter):
@@ -85,31 +83,27 @@ class BagelCachedAdapter(StepAdapter):
 
 
 class SensenovaCachedBlocks(CachedBlocks_Pattern_3_4_5):  # type: ignore[misc]
-    """The layers of SenseNova-U1 as one block; passes with text tokens, or that write the cache, are computed."""
+    """The layers of SenseNova-U1 as one block; only denoising passes over image tokens may be held.
+
+    Passes with text tokens, passes that write the KV cache, and passes whose arguments do not tell are computed.
+    """
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Hold only the image tokens of denoising passes."""
-        skip = kwargs.pop("cache_dit_skip", False)
-        if skip or not _is_denoising(kwargs):
-            return self._process_forward_outputs(*self.call_blocks(hidden_states, *args, **kwargs))
-        return super().forward(hidden_states, *args, **kwargs)
+        denoising = not kwargs.pop("cache_dit_skip", False) and not kwargs.get("update_cache", True)
+        image, text, indicators = (kwargs.get(name) for name in ("exist_gen", "exist_und", "image_gen_indicators"))
+        if image is not None and text is not None:
+            denoising = denoising and bool(image) and not bool(text)
+        else:
+            denoising = denoising and indicators is not None and indicators.numel() > 0 and bool(indicators.all())
+        if denoising:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self._process_forward_outputs(*self.call_blocks(hidden_states, *args, **kwargs))
 
 
 class SensenovaCachedAdapter(StepAdapter):
     """Uses SensenovaCachedBlocks."""
 
     blocks_class = SensenovaCachedBlocks
-
-
-def _is_denoising(arguments: Mapping[str, Any]) -> bool:
-    """Whether a pass only reads the cache and has only image tokens; False if the arguments do not tell."""
-    if arguments.get("update_cache", True):
-        return False
-    image, text = arguments.get("exist_gen"), arguments.get("exist_und")
-    indicators = arguments.get("image_gen_indicators")
-    if image is not None and text is not None:
-        return bool(image) and not bool(text)
-    return indicators is not None and indicators.numel() > 0 and bool(indicators.all())
 
 
 # Wan2.2 S2V: the transformer, not its blocks, injects audio after some of the layers.
@@ -126,37 +120,30 @@ class Wan22S2VCachedBlocks(CachedBlocks_Pattern_3_4_5):  # type: ignore[misc]
         self._inject: Callable[..., Any] | None = getattr(type(self.transformer), _INJECT, None)
 
     def call_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Run all blocks."""
         return self._run(0, len(self.transformer_blocks), hidden_states, *args, **kwargs), None
 
     def call_Fn_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Run the first blocks, which are never held."""
         return self._run(0, self.context_manager.Fn_compute_blocks(), hidden_states, *args, **kwargs), None
 
     def call_Mn_blocks(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """Run the middle blocks; the residual includes the audio."""
         first = self.context_manager.Fn_compute_blocks()
-        after = self._run(first, self._first_of_last(), hidden_states, *args, **kwargs).contiguous()
+        end = len(self.transformer_blocks) - self.context_manager.Bn_compute_blocks()
+        after = self._run(first, end, hidden_states, *args, **kwargs).contiguous()
         return after, None, after - hidden_states
 
     def call_Bn_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Run the last blocks, which are never held."""
-        return self._run(self._first_of_last(), len(self.transformer_blocks), hidden_states, *args, **kwargs), None
-
-    def _first_of_last(self) -> int:
-        return len(self.transformer_blocks) - int(self.context_manager.Bn_compute_blocks())
+        end = len(self.transformer_blocks)
+        return self._run(end - self.context_manager.Bn_compute_blocks(), end, hidden_states, *args, **kwargs), None
 
     def _run(self, first: int, end: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         for index in range(first, end):
-            hidden_states = self._run_block(index, hidden_states, *args, **kwargs)
+            output = self.transformer_blocks[index](hidden_states, *args, **kwargs)
+            hidden_states = self._process_block_outputs(output)[0]
+            if self._inject is not None:
+                hidden_states = self._inject(self.transformer, index, hidden_states)
         return hidden_states
-
-    def _run_block(self, index: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = self.transformer_blocks[index](hidden_states, *args, **kwargs)
-        hidden: torch.Tensor = self._process_block_outputs(output)[0]
-        return hidden if self._inject is None else self._inject(self.transformer, index, hidden)
 
 
 class Wan22S2VCachedAdapter(StepAdapter):

@@ -14,19 +14,22 @@ from ..profiles import Profile
 class MagCacheConfig(MagCacheSettings):
     """Hold while the accumulated magnitude error is at most `mag_threshold`.
 
-    `mag_ratios` are measured constants of the model, one a step, or one list a branch; without them they come from a
-    registered strategy, from `profile`, or from the profile that fits the model. For another step count `interpolation`
-    keeps the magnitude curve (`"log"`) or takes the nearest ratio as the published code does (`"nearest"`).
+    `mag_ratios` are measured constants of the model, one per step, or one list per branch. By default they come from
+    `profile`, else from a registered strategy, else from the shipped profile that matches the model. If they were
+    measured with another number of steps, `interpolation` resamples the magnitude curve (`"log"`) or takes the nearest
+    ratio, as the published code does (`"nearest"`).
     """
 
     method: ClassVar[str] = "mag_cache"
     color: ClassVar[str] = "violet"
     vllm_omni: ClassVar[str] = "holdover_mag_cache"
 
-    profile: Profile | str | None = setting(None, doc="what was measured: a Profile, a file, or a shipped one's name")
-    interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are taken to another step count")
-    calibration_path: str | None = setting(None, doc="where a calibration is saved as a profile")
-    hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="where residuals are held, and in what form")
+    profile: Profile | str | None = setting(
+        None, doc="measured constants: a Profile, a file, or the name of a shipped profile"
+    )
+    interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are adapted to another step count")
+    calibration_path: str | None = setting(None, doc="file in which a calibration is saved as a profile")
+    hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of held residuals")
 
     @property
     def batchable(self) -> bool:
@@ -34,5 +37,5 @@ class MagCacheConfig(MagCacheSettings):
 
     @property
     def calibrating(self) -> bool:
-        """Whether the ratios are being measured, under either name."""
+        """Whether to measure the ratios; the setting has two documented names."""
         return self.calibrate or self.mag_calibrate

@@ -1,4 +1,4 @@
-"""MagCache on a bare transformer, under the documented names: the head decides, blocks hold, the tail stores."""
+"""The documented hooks of MagCache: the first block decides, blocks are held, the last block stores the residual."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class MagCacheHeadHook(MethodHook[MagCacheState]):
-    """The first block: decides whether the step is computed or held."""
+    """Hook of the first block, at which each step is computed or held."""
 
     def log_cache_hit(self, state: MagCacheState, output: Any, ret: Any) -> None:
-        """Say that the step is held."""
+        """Log that the step is held."""
         logger.debug("held, accumulated error %.4f over %d steps", state.accumulated_err, state.accumulated_steps)
 
     def log_cache_miss(self, state: MagCacheState, output: Any) -> None:
-        """Say that the step is computed."""
+        """Log that the step is computed."""
         logger.debug("computed at step %s", state.anchor)
 
 
 class MagCacheBlockHook(MethodHook[MagCacheState]):
-    """Every other block: runs or passes through; the tail stores the residual."""
+    """Hook of every other block, which runs or is held; the last one (`is_tail`) stores the residual."""
 
     def __init__(
         self, state_manager: BranchStateManager[MagCacheState], config: MagCacheConfig, is_tail: bool = False
@@ -41,16 +41,16 @@ class MagCacheBlockHook(MethodHook[MagCacheState]):
         self._previous: tuple[torch.Tensor, ...] = ()
 
     def advance_step(self, state: MagCacheState) -> None:
-        """Note that a step is done; which one it was is known from the scheduler, so nothing is counted."""
+        """Record the end of a step. Nothing is counted: the scheduler tells which step it was."""
         state.seen = state.anchor if state.seen is None else state.seen
 
     def log_residual_computed(self, state: MagCacheState, residual: Residual) -> None:
-        """Say how large the stored residual is."""
+        """Log the shape of the stored residual."""
         shapes = [tuple(t.shape) for t in _tensors(residual)]
         logger.debug("residual of step %s stored: %s", state.anchor, shapes)
 
     def perform_calibration(self, state: MagCacheState, current_residual: Residual) -> None:
-        """Add one step's ratio, deviation and change of direction to the state."""
+        """Append the step's mean magnitude ratio, its standard deviation and the cosine distance to the state."""
         tensors = _tensors(current_residual)
         figures = step_figures(tensors, self._previous).tolist() if self._previous else NEUTRAL.tolist()
         state.norm_ratios.append(figures[0])
@@ -64,5 +64,5 @@ def _tensors(residual: Residual) -> tuple[torch.Tensor, ...]:
 
 
 def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: MagCacheStrategy | None = None) -> None:
-    """Put MagCache on a transformer; `holdover.disable(module)` takes it off."""
+    """Enable MagCache on a transformer; `holdover.disable(module)` disables it."""
     MagCacheBackend(config, strategy).enable(module)

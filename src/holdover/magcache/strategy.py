@@ -1,7 +1,8 @@
-"""MagCache's documented way to add a model by hand: a strategy says what its residual is and how it is applied.
+"""MagCache strategies, the documented way to add a model: how its residual is computed and applied.
 
-Where tracing suffices no strategy is needed. One that only gives `mag_ratios` changes nothing else; one that
-overrides how the residual is computed or applied is followed to the letter, and checked like every other stack.
+A model whose blocks can be traced needs none. A strategy that only gives `mag_ratios` changes nothing else. One that
+overrides how the residual is computed or applied replaces the engine's own residuals, and the replay check applies to
+it as to every other stack.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ Residual = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class TransformerBlockMetadata:
-    """Where a block's tuple has its hidden states and its encoder states."""
+    """The indices of hidden states and encoder states in the tuple that a block returns."""
 
     return_hidden_states_index: int
     return_encoder_hidden_states_index: int | None = None
 
 
 class MagCacheStrategy:
-    """How one model's residual is measured, computed and applied; every method may be overridden."""
+    """How the residual of one model is computed and applied; every method may be overridden."""
 
     @property
     def mag_ratios(self) -> torch.Tensor | None:
-        """The model's magnitude ratios, one a step; None leaves them to the profiles."""
+        """The model's magnitude ratios, one per step; None to use a profile."""
         return None
 
     def compute_residual(self, output: Any, head_input: torch.Tensor) -> Residual:
-        """What the blocks added, from the last block's output and the first block's hidden states."""
+        """The residual, from the output of the last block and the hidden states that enter the first."""
         hidden = (
             output
             if isinstance(output, torch.Tensor)
@@ -50,29 +51,29 @@ class MagCacheStrategy:
         return residual
 
     def apply_residual(self, hidden_states: torch.Tensor, residual: Residual) -> torch.Tensor:
-        """The held output of a block that returns hidden states alone."""
+        """The output of a held stack whose blocks return only hidden states."""
         return hidden_states + (residual[1] if isinstance(residual, tuple) else residual)
 
     def apply_residual_tuple(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, residual: Residual
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The held output of a block that returns two streams, hidden states first."""
+        """The output of a held stack whose blocks return two streams; hidden states come first."""
         return self.apply_residual(hidden_states, residual), encoder_hidden_states
 
     def register_block_metadata(self, block_class: type) -> TransformerBlockMetadata | None:
-        """Where this block class returns its streams; None: as the trace found it."""
+        """Where blocks of this class return their streams; None to use what tracing found."""
         return None
 
     @property
     def overrides_residual(self) -> bool:
-        """Whether the strategy has its own idea of the residual."""
+        """Whether the strategy overrides how the residual is computed or applied."""
         own, base = type(self), MagCacheStrategy
         names = ("compute_residual", "apply_residual", "apply_residual_tuple", "register_block_metadata")
         return any(getattr(own, name) is not getattr(base, name) for name in names)
 
 
 class FluxMagCacheStrategy(MagCacheStrategy):
-    """FLUX.1: the published ratios."""
+    """The published ratios of FLUX.1."""
 
     FLUX_MAG_RATIOS = torch.tensor(next(p for p in shipped("mag_cache") if p.name == "mc.flux1-dev").ratios("cond"))
 
@@ -85,14 +86,14 @@ _strategies: dict[str, MagCacheStrategy] = {}
 
 
 def register_strategy(transformer_cls_name: str, strategy: MagCacheStrategy) -> None:
-    """Use a strategy for transformers of that class."""
+    """Use a strategy for transformers of this class and its subclasses."""
     if not isinstance(strategy, MagCacheStrategy):
-        raise ConfigError(f"A strategy is an instance of MagCacheStrategy, not {strategy!r}.")
+        raise ConfigError(f"A strategy must be an instance of MagCacheStrategy, not {strategy!r}.")
     _strategies[transformer_cls_name] = strategy
 
 
 def unregister_strategy(transformer_cls_name: str) -> None:
-    """Trace that class again."""
+    """Remove the strategy of a class; its transformers are traced again."""
     _strategies.pop(transformer_cls_name, None)
 
 
@@ -102,7 +103,7 @@ def strategy_of(transformer: nn.Module) -> MagCacheStrategy | None:
 
 
 class StrategyPasses(BlockPasses):
-    """The first block decides, blocks hold, the last block stores: with one strategy's residual."""
+    """Block passes that compute and apply the residual as a strategy says."""
 
     skips_unread = False
 
@@ -174,7 +175,7 @@ class _StrategyHoldPass(HoldPass):
         return tuple(outputs) if call.width else outputs[0]
 
     def _find_slots(self, call: BlockCall, block_class: type) -> tuple[int, int | None]:
-        """The slots of hidden and encoder states: as the strategy says, else as the trace found them."""
+        """The output slots of hidden and encoder states: from the strategy, else from the trace."""
         metadata = self._strategy.register_block_metadata(block_class)
         if metadata is not None:
             return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index

@@ -1,4 +1,4 @@
-"""TeaCache on a bare transformer, under the documented names."""
+"""The documented hook of TeaCache: enables the cache on one transformer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .config import TeaCacheConfig
 
 
 class TeaCacheHook(MethodHook[TeaCacheState]):
-    """TeaCache as a hook: registered on a transformer, every forward of it goes through the cache.
+    """A diffusers hook that caches every forward of the transformer it is registered on.
 
-    `extractor_fn` is the registered extractor, or None where the blocks are traced.
+    `extractor_fn` is the extractor registered for the transformer, or None if its blocks are traced.
     """
 
     def __init__(self, config: TeaCacheConfig) -> None:
@@ -28,7 +28,7 @@ class TeaCacheHook(MethodHook[TeaCacheState]):
         self._backend = TeaCacheBackend(config)
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
-        """Put the cache on the module."""
+        """Enable the cache on the module."""
         self._backend.enable(module)
         self.state_manager.follow(self._backend)
         self.extractor_fn = find_extractor(module)
@@ -36,17 +36,18 @@ class TeaCacheHook(MethodHook[TeaCacheState]):
         return module
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
-        """Take the cache off the module."""
+        """Disable the cache."""
         self._backend.disable()
         return module
 
 
 def apply_teacache_hook(module: nn.Module, config: TeaCacheConfig) -> None:
-    """Put TeaCache on a transformer; `holdover.disable(module)` takes it off."""
+    """Enable TeaCache on a transformer; `holdover.disable(module)` disables it."""
     TeaCacheHook(config).initialize_hook(module)
 
 
 def _rescaling(config: TeaCacheConfig) -> Polynomial:
+    """The rescaling polynomial: the given coefficients, else the first shipped profile of the class, else identity."""
     if config.coefficients is not None:
         return polynomial_of(TeaCacheFit(config.coefficients))
     for profile in shipped("tea_cache"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from ..base import CacheBackend
 from ..config import Config
 from ..engine.backend import EngineBackend
+from ..engine.install import Overrides
 from ..engine.parallel import Ranks
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
 from ..policies.base import NOTHING_HELD
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_KEY = "holdover"  # the key of a request's own settings in the `extra_args` of its sampling parameters
 _OFF = "off"
-_DEFAULT_MODULES = ("transformer", "transformer_2")
-_PARALLEL_STATE = "vllm_omni.diffusion.distributed.parallel_state"
-_TENSOR_PARALLEL_STATE = "vllm.distributed.parallel_state"
 
 
 class OmniBackend(CacheBackend):
@@ -44,7 +42,7 @@ class OmniBackend(CacheBackend):
         assert isinstance(cache, EngineBackend)
         self._cache = cache
         self._view: PipelineView | None = None
-        self._plain_forward: Any = None
+        self._overrides = Overrides()
         self._steps: int | None = None
 
     def enable(self, pipeline: nn.Module) -> None:
@@ -56,8 +54,8 @@ class OmniBackend(CacheBackend):
         except BaseException:
             self._cache.disable()
             raise
-        self._view, self._plain_forward, self.enabled = view, vars(pipeline).get("forward"), True
-        pipeline.forward = self._wrap(pipeline.forward)
+        self._overrides.set(pipeline, "forward", self._wrap(pipeline.forward))
+        self._view, self.enabled = view, True
         logger.info("%s is enabled on the %s of %s", self.name, ", ".join(view.components), type(pipeline).__name__)
 
     def refresh(self, pipeline: nn.Module, num_inference_steps: int | None, verbose: bool = True) -> None:
@@ -69,13 +67,9 @@ class OmniBackend(CacheBackend):
             logger.debug("%s: a request of %s steps", self.name, self._steps or "unknown")
 
     def disable(self) -> None:
-        """Remove the cache and restore every object it changed."""
-        pipeline = self._enabled_view().pipeline
+        self._enabled_view()
+        self._overrides.restore()
         self._cache.disable()
-        if self._plain_forward is None:
-            del pipeline.forward
-        else:
-            pipeline.forward = self._plain_forward
         self._view, self.enabled = None, False
 
     def stats(self) -> Stats:
@@ -95,46 +89,37 @@ class OmniBackend(CacheBackend):
             raise NotEnabledError("This cache is not enabled: call enable(pipeline) first.")
         return self._view
 
-    # One request, or a batch of requests that the runner generates together.
-
     def _wrap(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The pipeline's forward as one generation: one request, or a batch that the runner generates together."""
+
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            batch, before = next(iter((*args, *kwargs.values()))), self._forwards()
-            with self._generation(), self._settings_of(batch):
-                output = plain(*args, **kwargs)
+            cache, before = self._cache, self._count_forwards()
+            if self._steps is None:
+                cache.forget()
+            else:
+                cache.refresh(self._view, self._steps, verbose=False)
+            try:
+                with self._use_settings(next(iter((*args, *kwargs.values())))):
+                    output = plain(*args, **kwargs)
+            finally:
+                self._steps = None
+                cache.forget()
             self._check_generation(before)
             return output
 
         return forward
 
-    @contextmanager
-    def _generation(self) -> Iterator[None]:
-        """Start a generation with the number of steps the runner announced, and drop its state at the end."""
-        if self._steps is None:
-            self._cache.forget()
-        else:
-            self._cache.refresh(self._view, self._steps, verbose=False)
-        try:
-            yield
-        finally:
-            self._steps = None
-            self._cache.forget()
-
-    @contextmanager
-    def _settings_of(self, batch: Any) -> Iterator[None]:
+    def _use_settings(self, batch: Any) -> AbstractContextManager[None]:
         """Use the settings of the requests; if they differ within a batch, nothing is held."""
         settings = request_settings(batch)
         if settings == [{}]:
-            yield
-        elif len(settings) > 1 or isinstance(settings[0], str):
-            with self._cache.off():
-                yield
-        else:
-            with self._cache.using(**settings[0]):
-                yield
+            return nullcontext()
+        if len(settings) > 1 or isinstance(settings[0], str):
+            return self._cache.off()
+        return self._cache.using(**settings[0])
 
-    def _forwards(self) -> int:
+    def _count_forwards(self) -> int:
         stats = self.stats()
         return stats.computed + stats.held
 
@@ -142,7 +127,7 @@ class OmniBackend(CacheBackend):
         """Raise if the request bypassed the cache or nothing could be held: otherwise it would go unnoticed."""
         view, last = self._enabled_view(), self.stats().last
         pipeline, transformers = type(view.pipeline).__name__, ", ".join(view.components)
-        if last is None or self._forwards() == before:
+        if last is None or self._count_forwards() == before:
             raise UnsupportedModelError(
                 f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
                 "it directly, with autograd on, or in training mode. Start without --cache-backend."
@@ -187,8 +172,6 @@ class PipelineView:
         return vars(self.pipeline)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("pipeline", "components"):
-            raise AttributeError(name)
         return self.components[name] if name in self.components else getattr(self.pipeline, name)
 
 
@@ -197,23 +180,20 @@ def view_of(pipeline: nn.Module) -> PipelineView:
     view_class: type[PipelineView] = PipelineView
     for cls in reversed(type(pipeline).__mro__):
         view_class = type(cls.__name__, (view_class,), {})
-    return view_class(pipeline, find_transformers(pipeline))
+    return view_class(pipeline, declared_transformers(pipeline))
 
 
-def find_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
+def declared_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
     """The modules that the pipeline lists in `_dit_modules`, else its transformers; none that is inside another.
 
     A name without `transformer` in it gets that suffix, because holdover's backends look for it.
     """
-    declared: Iterable[str] = getattr(pipeline, "_dit_modules", None) or _DEFAULT_MODULES
+    declared: Iterable[str] = getattr(pipeline, "_dit_modules", None) or ("transformer", "transformer_2")
     found: dict[str, nn.Module] = {}
     for path in declared:
-        try:
-            module = attrgetter(path)(pipeline)
-        except AttributeError:
-            continue
-        if isinstance(module, nn.Module):
-            found[path] = module
+        with suppress(AttributeError):
+            if isinstance(module := attrgetter(path)(pipeline), nn.Module):
+                found[path] = module
     if not found:
         raise EnableError(
             f"{type(pipeline).__name__} has none of {', '.join(declared)}, so there is nothing to cache. "
@@ -232,7 +212,7 @@ def current_ranks() -> Ranks:
 
     Rank `i` of the CFG group computes the `i`-th guidance branch of a step.
     """
-    state: Any = importlib.import_module(_PARALLEL_STATE)
+    state: Any = importlib.import_module("vllm_omni.diffusion.distributed.parallel_state")
     if not state.model_parallel_is_initialized():
         return Ranks()
     stages = state.get_pipeline_parallel_world_size()
@@ -241,7 +221,7 @@ def current_ranks() -> Ranks:
             f"The transformer is split into {stages} pipeline stages: no rank runs all of it, so no step can be held. "
             "Start with --pipeline-parallel-size 1, or without --cache-backend."
         )
-    tensor: Any = importlib.import_module(_TENSOR_PARALLEL_STATE)
+    tensor: Any = importlib.import_module("vllm.distributed.parallel_state")
     return Ranks(
         cfg=state.get_cfg_group().device_group,
         sequence=state.get_sp_group().device_group,

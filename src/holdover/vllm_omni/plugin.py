@@ -51,36 +51,31 @@ class Selector:
 def register() -> None:
     """Make holdover's methods selectable in this process; a second call changes nothing."""
     importlib.import_module(_SELECTOR_MODULE)
-    for module in _loaded_modules():
-        found = _selector_in(module)
-        if not isinstance(found, Selector):
-            setattr(module, _FUNCTION, Selector(found))
+    for module, function in _loaded_selectors():
+        if not isinstance(function, Selector):
+            setattr(module, _FUNCTION, Selector(function))
 
 
 def unregister() -> None:
     """Restore vLLM-Omni's own selector function."""
-    for module in _loaded_modules():
-        found = _selector_in(module)
-        if isinstance(found, Selector):
-            setattr(module, _FUNCTION, found.original)
+    for module, function in _loaded_selectors():
+        if isinstance(function, Selector):
+            setattr(module, _FUNCTION, function.original)
 
 
-def _loaded_modules() -> Iterator[ModuleType]:
-    """The loaded modules that have the selector as an attribute: the model runner imports it by name.
+def _loaded_selectors() -> Iterator[tuple[ModuleType, SelectorFunction]]:
+    """The selector function in each loaded module that has it: the model runner imports it by name.
 
     A runner that is imported after `register` gets holdover's selector.
     """
-    return (sys.modules[name] for name in (_SELECTOR_MODULE, _RUNNER_MODULE) if name in sys.modules)
-
-
-def _selector_in(module: ModuleType) -> SelectorFunction:
-    found: SelectorFunction | None = getattr(module, _FUNCTION, None)
-    if found is None:
-        raise EnableError(
-            f"{module.__name__} has no {_FUNCTION}: holdover does not know how this vLLM-Omni selects its cache. "
-            "Install a release that holdover was tested with (0.30), or leave holdover out with VLLM_PLUGINS."
-        )
-    return found
+    for module in (sys.modules[name] for name in (_SELECTOR_MODULE, _RUNNER_MODULE) if name in sys.modules):
+        function: SelectorFunction | None = getattr(module, _FUNCTION, None)
+        if function is None:
+            raise EnableError(
+                f"{module.__name__} has no {_FUNCTION}: holdover does not know how this vLLM-Omni selects its cache. "
+                "Install a release that holdover was tested with (0.30), or leave holdover out with VLLM_PLUGINS."
+            )
+        yield module, function
 
 
 def config_for(method: str, cache_config: Any) -> Config:
@@ -90,10 +85,8 @@ def config_for(method: str, cache_config: Any) -> Config:
     keys. A field that the method has too is taken unless it is None. Any other field is taken only if it differs from
     its default, so that a setting of another method is reported.
     """
-    if cache_config is None:
-        return own_config(method, {})
-    if isinstance(cache_config, Mapping):
-        return own_config(method, cache_config)
+    if cache_config is None or isinstance(cache_config, Mapping):
+        return own_config(method, cache_config or {})
     if not dataclasses.is_dataclass(cache_config) or isinstance(cache_config, type):
         raise ConfigError(f"--cache-config must be a JSON object, not {type(cache_config).__name__}.")
     given: dict[str, Any] = dict(getattr(cache_config, _UNKNOWN_KEYS))
