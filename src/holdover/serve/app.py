@@ -11,23 +11,32 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..metrics import psnr
-from .errors import ApiError, client_disconnected, install_handlers, invalid, too_large
+from .errors import (
+    ApiError,
+    RequestMiddleware,
+    client_disconnected,
+    error_responses,
+    handle_http_error,
+    handle_validation_error,
+    invalid,
+    too_large,
+)
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .middleware import RequestMiddleware
-from .openapi import IMAGES_RESPONSE, error_responses, method_infos, openapi_document
 from .queue import Events, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size, follow
 from .schemas import (
     CacheInfo,
@@ -46,7 +55,7 @@ from .schemas import (
     Usage,
 )
 from .settings import Settings
-from .validation import format_size, validate
+from .validation import IMAGES_RESPONSE, format_size, method_infos, openapi_document, validate
 
 router = APIRouter()
 
@@ -91,7 +100,8 @@ def create_app(
     app.state.started = int(time.time())
     app.openapi = openapi  # type: ignore[method-assign]
     app.include_router(router)
-    install_handlers(app)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
     app.add_middleware(
         RequestMiddleware, metrics=metrics, keys=api_keys, max_body=settings.max_body, behind_proxy=behind_proxy
     )
@@ -177,30 +187,27 @@ class EventStream(StreamingResponse):
             self._item.future.cancel()
 
     async def _events(self, events: Events) -> AsyncIterator[str]:
-        previews, steps = 0, self._item.spec.steps
+        previews, spec = 0, self._item.spec
         while True:
             _, event = await events.get()
-            if isinstance(event, Preview):
-                fields = await self._fields(event.pixels) | {"step": event.step, "steps": steps, "trace": event.trace}
-                yield _format(PartialImage(**fields, partial_image_index=previews))
-                previews += 1
-            elif isinstance(event, GeneratedImage):
-                fields = await self._fields(event.pixels)
-                yield _format(CompletedImage(**fields, usage=_usage([event]), holdover=event.info))
-                return
-            elif isinstance(event, ApiError):
+            if isinstance(event, ApiError):
                 yield f"event: error\ndata: {json.dumps(event.body)}\n\n"
                 return
-
-    async def _fields(self, pixels: Pixels) -> dict[str, Any]:
-        """The fields of both kinds of event."""
-        size = self._item.spec.output_size
-        png = await asyncio.to_thread(encode_png, pixels, size)
-        return {"b64_json": png, "created_at": int(time.time()), "size": format_size(size)}
-
-
-def _format(event: PartialImage | CompletedImage) -> str:
-    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+            if event == "started":
+                continue
+            png = await asyncio.to_thread(encode_png, event.pixels, spec.output_size)
+            fields: dict[str, Any] = {"b64_json": png, "size": format_size(spec.output_size)}
+            fields["created_at"] = int(time.time())
+            response: PartialImage | CompletedImage
+            if isinstance(event, Preview):
+                fields |= {"partial_image_index": previews, "step": event.step, "steps": spec.steps}
+                response = PartialImage(**fields, trace=event.trace)
+                previews += 1
+            else:
+                response = CompletedImage(**fields, usage=_usage([event]), holdover=event.info)
+            yield f"event: {response.type}\ndata: {response.model_dump_json()}\n\n"
+            if isinstance(event, GeneratedImage):
+                return
 
 
 def _usage(images: Sequence[GeneratedImage]) -> Usage:
@@ -307,20 +314,18 @@ async def metrics(request: Request) -> Response:
     return Response(await state.backend.metrics(state.metrics.text()), media_type=CONTENT_TYPE)
 
 
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE = Path(__file__).with_name("page")
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
+async def page() -> FileResponse:
     """The page."""
     return await page_file("index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
-    """A file of the page, from this package."""
-    files = {file.name: file for file in resources.files("holdover.serve").joinpath("page").iterdir()}
-    media_type = _MEDIA_TYPES.get(name[name.rfind(".") :] if "." in name else "")
-    if name not in files or media_type is None:
+async def page_file(name: str) -> FileResponse:
+    """A file of the page."""
+    if not (_PAGE / name).is_file():
         raise ApiError(404, f"The page has no file {name!r}.", "not_found")
-    return Response(files[name].read_bytes(), media_type=media_type, headers={"cache-control": "no-cache"})
+    return FileResponse(_PAGE / name, headers={"cache-control": "no-cache"})

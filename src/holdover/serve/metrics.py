@@ -63,7 +63,15 @@ class WorkerMetrics:
 
     def add_prompt_cache(self, cache: PromptEmbedCache) -> None:
         """Include the hits and misses of a prompt cache."""
-        self._registry.register(_PromptCacheCollector(cache))
+
+        def collect() -> list[Metric]:
+            counts = {"hit": cache.hits, "miss": cache.misses, "bypass": cache.bypassed}
+            family = CounterMetricFamily("holdover_prompt_cache", "Prompts by result of the lookup.", labels=["result"])
+            for result, count in counts.items():
+                family.add_metric((result,), count)
+            return [family]
+
+        self._registry.register(_FunctionCollector(collect))
 
     def record(self, infos: Sequence[GenerationInfo]) -> None:
         """Count a finished batch."""
@@ -82,16 +90,12 @@ class WorkerMetrics:
         return generate_latest(self._registry)
 
 
-class _PromptCacheCollector(Collector):
-    def __init__(self, cache: PromptEmbedCache) -> None:
-        self._cache = cache
+class _FunctionCollector(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
 
-    def collect(self) -> list[Metric]:
-        family = CounterMetricFamily("holdover_prompt_cache", "Prompts by result of the lookup.", labels=("result",))
-        counts = {"hit": self._cache.hits, "miss": self._cache.misses, "bypass": self._cache.bypassed}
-        for result, count in counts.items():
-            family.add_metric((result,), count)
-        return [family]
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
 
 
 def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
@@ -102,11 +106,6 @@ def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {"replica": name, **sample.labels}, sample.value)
-
-    class Families(Collector):
-        def collect(self) -> Iterable[Metric]:
-            return families.values()
-
     registry = CollectorRegistry()
-    registry.register(Families())
+    registry.register(_FunctionCollector(families.values))
     return generate_latest(registry)

@@ -27,12 +27,12 @@ from ..validation import ModelInfo
 from .backend import (
     CACHE_SETTINGS,
     HEALTH_TIMEOUT,
-    ProfileFile,
     PromptRouter,
     RayBackend,
     pack_cache,
     unpack_cache,
     unpack_config,
+    write_profile,
 )
 
 if TYPE_CHECKING:
@@ -45,10 +45,6 @@ logger = logging.getLogger(__name__)
 NAME = "holdover"
 _LOCAL = "local"
 _HEALTH = {"health_check_period_s": 5.0, "health_check_timeout_s": HEALTH_TIMEOUT}
-
-
-class UnhealthyReplicaError(HoldoverError):
-    """This replica cannot generate images; Serve replaces it."""
 
 
 class Replica:
@@ -85,7 +81,7 @@ class Replica:
     async def check_health(self) -> None:
         """Serve calls it regularly, and replaces a replica that raises."""
         if self._worker is not None and not self._worker.healthy:
-            raise UnhealthyReplicaError("The worker of this replica has ended, or its device fails at every image.")
+            raise HoldoverError("The worker of this replica has ended, or its device fails at every image.")
 
     async def set_default(self, cache: Mapping[str, Any]) -> str | None:
         """Change the default cache before the next batch; returns the error's message if the model refuses it."""
@@ -101,11 +97,14 @@ class Replica:
         return self.worker.loaded()[0], self.worker.prompt_cache is not None
 
     async def generate(
-        self, specs: Sequence[ImageSpec], waited: float, profile: ProfileFile | None
+        self, specs: Sequence[ImageSpec], waited: float, profile: Mapping[str, str] | None
     ) -> AsyncIterator[tuple[int, Event]]:
-        """Generate the images of one request, accepted `waited` seconds ago; yields events with the image's index."""
+        """Generate the images of one request, accepted `waited` seconds ago; yields events with the image's index.
+
+        A `profile` that the settings name is written first: this machine may not have it.
+        """
         if profile is not None:
-            profile.write()
+            write_profile(profile)
         items = [QueueItem(spec, time.monotonic() - waited) for spec in specs]
         events = follow(items)
         self.worker.submit(items)
