@@ -79,11 +79,6 @@ def queue_full(length: int, seconds: int) -> ApiError:
     return ApiError(429, message, "queue_full", headers={"Retry-After": str(seconds)})
 
 
-def client_disconnected() -> ApiError:
-    """No client reads this response; logs and metrics count it."""
-    return ApiError(499, "The client disconnected.", "client_closed_request")
-
-
 def internal() -> ApiError:
     """An unexpected failure; its cause is in the server's log, not in the response."""
     return ApiError(500, "The server failed at this request; its log says why, under this x-request-id.", "internal")
@@ -96,7 +91,7 @@ _EXAMPLES = (
     ApiError(404, "There is no model 'emojy'. Did you mean 'emoji'?", "model_not_found", "model"),
     ApiError(413, "steps is 500; this server allows at most 100.", "limit_exceeded", "steps"),
     queue_full(64, 90),
-    client_disconnected(),
+    ApiError(499, "The client disconnected.", "client_closed_request"),
     internal(),
     ApiError(503, "The model is still loading.", "model_loading"),
 )
@@ -116,7 +111,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
+async def _handle_http_error(request: Request, error: Exception) -> JSONResponse:
     """The response to an error of ours or of Starlette."""
     assert isinstance(error, HTTPException)
     path = request.url.path
@@ -133,7 +128,7 @@ async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
     return found.response()
 
 
-async def handle_validation_error(request: Request, error: Exception) -> JSONResponse:
+async def _handle_validation_error(request: Request, error: Exception) -> JSONResponse:
     """The first problem pydantic found; an unknown field goes first, since it often explains a missing one."""
     assert isinstance(error, RequestValidationError)
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
@@ -151,6 +146,12 @@ async def handle_validation_error(request: Request, error: Exception) -> JSONRes
     else:
         found = invalid(f"{param}: {problem['msg']}.", param)
     return found.response()
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    HTTPException: _handle_http_error,
+    RequestValidationError: _handle_validation_error,
+}
 
 
 # The middleware

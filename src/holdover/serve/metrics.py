@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,9 +25,8 @@ class RequestMetrics:
 
     def __init__(self, queue_length: Callable[[], int]) -> None:
         own = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "holdover_requests", "Requests by route and status.", ("route", "method", "status"), registry=own
-        )
+        labels = "route", "method", "status"
+        self.requests = Counter("holdover_requests", "Requests by route and status.", labels, registry=own)
         self.latency = Histogram(
             "holdover_request_seconds", "Time to the end of the response.", ("route",), buckets=_SECONDS, registry=own
         )
@@ -42,24 +42,17 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
-        self.queued = Histogram(
-            "holdover_queue_seconds", "Time of an image in the queue.", buckets=_SECONDS, registry=own
-        )
-        self.generations = Histogram(
-            "holdover_generation_seconds", "Time to generate a batch.", ("method",), buckets=_SECONDS, registry=own
-        )
-        self.images = Counter("holdover_images", "Images generated.", ("method",), registry=own)
-        self.cancelled = Counter(
-            "holdover_cancelled_images", "Images stopped because their client disconnected.", registry=own
-        )
-        self.steps = Counter(
-            "holdover_steps", "Forwards of the transformer, computed or held.", ("method", "kind"), registry=own
-        )
-        self.held_bytes = Gauge(
-            "holdover_held_bytes", "Largest number of bytes held in the last generation.", ("method",), registry=own
-        )
+        counter, gauge = partial(Counter, registry=own), partial(Gauge, registry=own)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=own)
+        method = ("method",)
+        self.queued = seconds("holdover_queue_seconds", "Time of an image in the queue.")
+        self.generations = seconds("holdover_generation_seconds", "Time to generate a batch.", method)
+        self.images = counter("holdover_images", "Images generated.", method)
+        self.cancelled = counter("holdover_cancelled_images", "Images stopped because their client disconnected.")
+        self.steps = counter("holdover_steps", "Forwards of the transformer, computed or held.", (*method, "kind"))
+        self.held_bytes = gauge("holdover_held_bytes", "Largest number of bytes held in the last generation.", method)
         self.batch = Histogram("holdover_batch_size", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), registry=own)
-        self.ready = Gauge("holdover_ready", "1 when the model is loaded.", registry=own)
+        self.ready = gauge("holdover_ready", "1 when the model is loaded.")
 
     def add_prompt_cache(self, cache: PromptEmbedCache) -> None:
         """Include the hits and misses of a prompt cache."""

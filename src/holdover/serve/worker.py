@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -51,8 +51,7 @@ class Worker(ImageBackend):
         self._settings, self._metrics = settings, WorkerMetrics()
         self._queue = BatchQueue(settings.queue_size, settings.max_batch, settings.max_wait)
         self.prompt_cache: PromptEmbedCache | None = None
-        self.failure: Exception | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.loading: Future[None] = Future()  # has the exception if the model cannot be loaded
         self._model: ServedModel | None = None
         self._default: Config | None = None
         self._profile, self._notes = ProfileReport(), list[str]()
@@ -60,17 +59,10 @@ class Worker(ImageBackend):
         self._last: GenerationInfo | None = None
         self._new_defaults: queue.SimpleQueue[tuple[Config, Future[None]]] = queue.SimpleQueue()
         self._failures = 0  # in a row
-        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
 
     async def start(self) -> None:
         self._thread.start()
-
-    def wait_until_loaded(self) -> None:
-        """Block until the model is loaded; raises the error if it cannot be."""
-        self._settled.wait()
-        if self.failure is not None:
-            raise self.failure
 
     async def stop(self) -> None:
         self._queue.close()
@@ -121,11 +113,9 @@ class Worker(ImageBackend):
         try:
             model, switch = self._load()
         except Exception as error:
-            self.failure = error
-            self.on_failure()
+            self.loading.set_exception(error)
             return
-        finally:
-            self._settled.set()
+        self.loading.set_result(None)
         while (batch := self._queue.take()) is not None:
             while not self._new_defaults.empty():
                 cache, done = self._new_defaults.get()

@@ -208,20 +208,22 @@ class RayBackend(ImageBackend):
         self._change: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Nothing to do: `connect` waits for the replicas."""
+        """Nothing to do: `reconfigure` waits for the replicas."""
 
     async def stop(self) -> None:
         self._closed = True
         if self._requests:
             await asyncio.wait(self._requests)
 
-    async def connect(self, cache: Mapping[str, Any]) -> None:
-        """Wait for the first replica, and set the default cache; an error if the model does not support it."""
-        self._model, self._caches_prompts = await self._replicas.describe.remote()
-        await self._set_default(cache)
+    async def reconfigure(self, cache: Mapping[str, Any]) -> None:
+        """Set the default cache. The first time, wait for a replica; an error if the model does not support it.
 
-    def change_default(self, cache: Mapping[str, Any]) -> None:
-        """Change the default cache in the background; if a replica refuses it, the notes of the report say so."""
+        Later it changes in the background; if a replica refuses it, the notes of the report say so.
+        """
+        if self._default is None:
+            self._model, self._caches_prompts = await self._replicas.describe.remote()
+            await self._set_default(cache)
+            return
 
         async def change() -> None:
             try:
@@ -344,15 +346,14 @@ class RayBackend(ImageBackend):
             for method, done in report.totals.items():
                 totals[method].add(done)
         caches = [report.prompt_cache for report in reports if report.prompt_cache is not None]
+        counts = {name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
         return CacheReport(
             method=default.method,
             settings=default.as_dict(),
             notes=notes,
             totals=dict(totals),
             last=self._last,
-            prompt_cache={name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
-            if caches
-            else None,
+            prompt_cache=counts if caches else None,
             **{name: getattr(profile, name) for name in ProfileReport.model_fields},
         )
 

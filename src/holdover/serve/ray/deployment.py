@@ -73,7 +73,7 @@ class Replica:
 
             worker = Worker(self._settings.worker_settings(unpack_cache(pack_cache(cache))))
             await worker.start()
-            await asyncio.to_thread(worker.wait_until_loaded)
+            await asyncio.wrap_future(worker.loading)
             self._worker = worker
         else:
             self._change = asyncio.create_task(self.set_default(cache))
@@ -137,18 +137,13 @@ class Ingress:
         context = ray_serve.get_replica_context()
         self._backend = RayBackend(settings, replicas, DeploymentHandle(context.deployment, context.app_name))
         self._app = create_app(settings, keys, self._backend, behind_proxy=True)
-        self._connected = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
     async def reconfigure(self, cache: Mapping[str, Any]) -> None:
-        """Serve calls it with the cache settings at the start and when they change; then it must not wait."""
-        if self._connected:
-            self._backend.change_default(cache)
-        else:
-            await self._backend.connect(cache)
-            self._connected = True
+        """Serve calls it with the cache settings at the start and when they change."""
+        await self._backend.reconfigure(cache)
 
     async def close(self) -> None:
         """Accept no more images, and return when all that were accepted are generated."""
