@@ -57,6 +57,7 @@ class Config:
 
     method: ClassVar[str] = ""  # name in `holdover.enable`
     color: ClassVar[str] = "grey"  # color of its series in reports: a name in the page's style sheet
+    constants: ClassVar[str] = ""  # the setting that replaces the constants of a profile; empty where it uses none
     vllm_omni: ClassVar[str] = ""  # name of its cache backend in vLLM-Omni; empty where it is not offered
 
     @property

@@ -8,11 +8,10 @@ import pytest
 
 from holdover.selector import methods, own_config
 from holdover.serve.errors import ApiError
-from holdover.serve.openapi import method_infos, settings_schema
 from holdover.serve.queue import ImageSpec
 from holdover.serve.schemas import ImageRequest
 from holdover.serve.settings import Settings
-from holdover.serve.validation import ModelInfo, preview_steps, requested_cache, validate
+from holdover.serve.validation import ModelInfo, method_infos, preview_steps, requested_cache, settings_schema, validate
 
 NONE = own_config("none", {})
 FLUX = ModelInfo(

@@ -33,7 +33,7 @@ def serve(ray: bool = False, **flags: Any) -> None:
         settings.check_cache()
     try:
         if isinstance(settings, RaySettings):
-            from ..serve.ray import serve as serve_on_ray
+            from ..serve.ray.deployment import serve as serve_on_ray
 
             serve_on_ray(settings)
         else:

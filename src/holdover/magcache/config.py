@@ -22,6 +22,7 @@ class MagCacheConfig(MagCacheSettings):
 
     method: ClassVar[str] = "mag_cache"
     color: ClassVar[str] = "violet"
+    constants: ClassVar[str] = "mag_ratios"
     vllm_omni: ClassVar[str] = "holdover_mag_cache"
 
     profile: Profile | str | None = setting(

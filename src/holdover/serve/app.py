@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,34 +19,17 @@ import PIL.Image
 import torch
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..metrics import psnr
-from .errors import ApiError, client_disconnected, install_handlers, invalid, too_large
+from . import schemas
+from .errors import EXCEPTION_HANDLERS, ApiError, RequestMiddleware, error_responses, invalid, too_large
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .middleware import RequestMiddleware
-from .openapi import IMAGES_RESPONSE, error_responses, method_infos, openapi_document
 from .queue import Events, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size, follow
-from .schemas import (
-    CacheInfo,
-    CompareRequest,
-    Comparison,
-    CompletedImage,
-    Image,
-    ImageRequest,
-    ImagesResponse,
-    Limits,
-    Model,
-    ModelList,
-    PartialImage,
-    Status,
-    TokenDetails,
-    Usage,
-)
 from .settings import Settings
-from .validation import format_size, validate
+from .validation import IMAGES_RESPONSE, format_size, method_infos, openapi_document, validate
 
 router = APIRouter()
 
@@ -87,11 +70,11 @@ def create_app(
         return documents[method]
 
     app = FastAPI(title="holdover", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.exception_handlers.update(EXCEPTION_HANDLERS)
     app.state.backend, app.state.settings, app.state.metrics = backend, settings, metrics
     app.state.started = int(time.time())
     app.openapi = openapi  # type: ignore[method-assign]
     app.include_router(router)
-    install_handlers(app)
     app.add_middleware(
         RequestMiddleware, metrics=metrics, keys=api_keys, max_body=settings.max_body, behind_proxy=behind_proxy
     )
@@ -105,10 +88,10 @@ def create_app(
 @router.post(
     "/v1/images/generations",
     tags=["images"],
-    response_model=ImagesResponse,
+    response_model=schemas.ImagesResponse,
     responses=IMAGES_RESPONSE | error_responses(400, 401, 404, 413, 429, 499, 503),
 )
-async def generate(body: ImageRequest, request: Request) -> Any:
+async def generate(body: schemas.ImageRequest, request: Request) -> Any:
     """Generate images; with `stream`, send previews of one image while it is generated."""
     backend: ImageBackend = request.app.state.backend
     model, default_cache = backend.loaded()
@@ -120,41 +103,34 @@ async def generate(body: ImageRequest, request: Request) -> Any:
     backend.submit(items)
     if body.stream:
         return EventStream(items[0], events)
-    images = await _wait_for_all(request, items, events)
+    images = await _wait_for_all(request, items)
     size = specs[0].output_size
     pngs = [await asyncio.to_thread(encode_png, image.pixels, size) for image in images]
     fields = [
         {"url": f"data:image/png;base64,{png}"} if body.response_format == "url" else {"b64_json": png} for png in pngs
     ]
-    return ImagesResponse(
+    return schemas.ImagesResponse(
         created=int(time.time()),
-        data=[Image(holdover=image.info, **field) for image, field in zip(images, fields, strict=True)],
+        data=[schemas.Image(holdover=image.info, **field) for image, field in zip(images, fields, strict=True)],
         size=format_size(size),
         usage=_usage(images),
     )
 
 
-async def _wait_for_all(request: Request, items: Sequence[QueueItem], events: Events) -> list[GeneratedImage]:
+async def _wait_for_all(request: Request, items: Sequence[QueueItem]) -> list[GeneratedImage]:
     """All images of a request; if the client disconnects first, they are cancelled."""
-
-    async def collect() -> list[GeneratedImage]:
-        left = len(items)
-        while left:
-            _, event = await events.get()
-            if isinstance(event, ApiError):
-                raise event
-            left -= isinstance(event, GeneratedImage)
-        return [item.future.result() for item in items]
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    images, disconnect = asyncio.create_task(collect()), asyncio.create_task(watch())
+    images = asyncio.gather(*(asyncio.wrap_future(item.future) for item in items))
+    disconnect = asyncio.create_task(watch())
+    either: set[asyncio.Future[Any]] = {images, disconnect}
     try:
-        await asyncio.wait({images, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not images.done():
-            raise client_disconnected()
+            raise ApiError(499, "The client disconnected.", "client_closed_request")  # for the log and the metrics
         return images.result()
     finally:
         for item in items:
@@ -177,36 +153,35 @@ class EventStream(StreamingResponse):
             self._item.future.cancel()
 
     async def _events(self, events: Events) -> AsyncIterator[str]:
-        previews, steps = 0, self._item.spec.steps
+        previews, spec = 0, self._item.spec
         while True:
             _, event = await events.get()
-            if isinstance(event, Preview):
-                fields = await self._fields(event.pixels) | {"step": event.step, "steps": steps, "trace": event.trace}
-                yield _format(PartialImage(**fields, partial_image_index=previews))
-                previews += 1
-            elif isinstance(event, GeneratedImage):
-                fields = await self._fields(event.pixels)
-                yield _format(CompletedImage(**fields, usage=_usage([event]), holdover=event.info))
-                return
-            elif isinstance(event, ApiError):
+            if isinstance(event, ApiError):
                 yield f"event: error\ndata: {json.dumps(event.body)}\n\n"
                 return
+            if event == "started":
+                continue
+            png = await asyncio.to_thread(encode_png, event.pixels, spec.output_size)
+            fields: dict[str, Any] = {"b64_json": png, "size": format_size(spec.output_size)}
+            fields["created_at"] = int(time.time())
+            response: schemas.PartialImage | schemas.CompletedImage
+            if isinstance(event, Preview):
+                fields |= {"partial_image_index": previews, "step": event.step, "steps": spec.steps}
+                response = schemas.PartialImage(**fields, trace=event.trace)
+                previews += 1
+            else:
+                response = schemas.CompletedImage(**fields, usage=_usage([event]), holdover=event.info)
+            yield f"event: {response.type}\ndata: {response.model_dump_json()}\n\n"
+            if isinstance(event, GeneratedImage):
+                return
 
-    async def _fields(self, pixels: Pixels) -> dict[str, Any]:
-        """The fields of both kinds of event."""
-        size = self._item.spec.output_size
-        png = await asyncio.to_thread(encode_png, pixels, size)
-        return {"b64_json": png, "created_at": int(time.time()), "size": format_size(size)}
 
-
-def _format(event: PartialImage | CompletedImage) -> str:
-    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
-
-
-def _usage(images: Sequence[GeneratedImage]) -> Usage:
+def _usage(images: Sequence[GeneratedImage]) -> schemas.Usage:
     text, image = (sum(one.tokens[i] for one in images) for i in (0, 1))
-    details = TokenDetails(text_tokens=text, image_tokens=0)
-    return Usage(input_tokens=text, input_tokens_details=details, output_tokens=image, total_tokens=text + image)
+    details = schemas.TokenDetails(text_tokens=text, image_tokens=0)
+    return schemas.Usage(
+        input_tokens=text, input_tokens_details=details, output_tokens=image, total_tokens=text + image
+    )
 
 
 def encode_png(pixels: Pixels, size: Size) -> str:
@@ -219,19 +194,16 @@ def encode_png(pixels: Pixels, size: Size) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-@router.post("/v1/images/compare", tags=["images"], response_model=Comparison, responses=error_responses(400, 401, 413))
-async def compare(body: CompareRequest, request: Request) -> Comparison:
+@router.post("/v1/images/compare", tags=["images"], responses=error_responses(400, 401, 413))
+def compare(body: schemas.CompareRequest, request: Request) -> schemas.Comparison:
     """The difference between two images of the same size, in the eight bits per channel they were sent with."""
-    return await asyncio.to_thread(_compare, body, request.app.state.settings.max_size)
-
-
-def _compare(body: CompareRequest, max_size: int) -> Comparison:
+    max_size = request.app.state.settings.max_size
     a, b = _decode_png("a", body.a, max_size), _decode_png("b", body.b, max_size)
     if a.shape != b.shape:
         sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (a, b))
         raise invalid(f"The images have different sizes: {sizes}.", "b")
     decibels = float(psnr(a, b))
-    return Comparison(psnr=decibels if math.isfinite(decibels) else None, equal=torch.equal(a, b))
+    return schemas.Comparison(psnr=decibels if math.isfinite(decibels) else None, equal=torch.equal(a, b))
 
 
 def _decode_png(name: str, text: str, max_size: int) -> torch.Tensor:
@@ -246,14 +218,14 @@ def _decode_png(name: str, text: str, max_size: int) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
 
 
-@router.get("/v1/models", tags=["models"], response_model=ModelList, responses=error_responses(401, 503))
-async def list_models(request: Request) -> ModelList:
+@router.get("/v1/models", tags=["models"], responses=error_responses(401, 503))
+async def list_models(request: Request) -> schemas.ModelList:
     """The model that is served, with the defaults and limits of requests for it."""
-    return ModelList(data=[_served_model(request)])
+    return schemas.ModelList(data=[_served_model(request)])
 
 
-@router.get("/v1/models/{model:path}", tags=["models"], response_model=Model, responses=error_responses(401, 404, 503))
-async def get_model(model: str, request: Request) -> Model:
+@router.get("/v1/models/{model:path}", tags=["models"], responses=error_responses(401, 404, 503))
+async def get_model(model: str, request: Request) -> schemas.Model:
     """One model."""
     found = _served_model(request)
     if model != found.id:
@@ -261,10 +233,10 @@ async def get_model(model: str, request: Request) -> Model:
     return found
 
 
-def _served_model(request: Request) -> Model:
+def _served_model(request: Request) -> schemas.Model:
     state = request.app.state
     info, _ = state.backend.loaded()
-    return Model(
+    return schemas.Model(
         id=info.name,
         created=state.started,
         owned_by="holdover",
@@ -274,30 +246,30 @@ def _served_model(request: Request) -> Model:
         steps=info.steps,
         styles=info.styles,
         partial_images=info.partial_images,
-        limits=Limits(**{name: getattr(state.settings, name) for name in Limits.model_fields}),
+        limits=schemas.Limits(**{name: getattr(state.settings, name) for name in schemas.Limits.model_fields}),
     )
 
 
-@router.get("/v1/cache", tags=["cache"], response_model=CacheInfo, responses=error_responses(401, 503))
-async def cache(request: Request) -> CacheInfo:
+@router.get("/v1/cache", tags=["cache"], responses=error_responses(401, 503))
+async def cache(request: Request) -> schemas.CacheInfo:
     """The default cache, what every method has done, and the methods and settings that a request may have."""
     backend: ImageBackend = request.app.state.backend
     backend.loaded()
     report = await backend.report()
-    return CacheInfo(**dict(report), methods=await asyncio.to_thread(method_infos))  # imports every method
+    return schemas.CacheInfo(**dict(report), methods=await asyncio.to_thread(method_infos))  # imports every method
 
 
-@router.get("/health", tags=["server"], response_model=Status, responses=error_responses())
-async def health() -> Status:
+@router.get("/health", tags=["server"], responses=error_responses())
+async def health() -> schemas.Status:
     """Whether the process is alive."""
-    return Status(status="ok")
+    return schemas.Status(status="ok")
 
 
-@router.get("/ready", tags=["server"], response_model=Status, responses=error_responses(503))
-async def ready(request: Request) -> Status:
+@router.get("/ready", tags=["server"], responses=error_responses(503))
+async def ready(request: Request) -> schemas.Status:
     """Whether the model is loaded."""
     request.app.state.backend.loaded()
-    return Status(status="ready")
+    return schemas.Status(status="ready")
 
 
 @router.get("/metrics", tags=["server"], response_class=Response, responses=error_responses(401))
@@ -307,20 +279,18 @@ async def metrics(request: Request) -> Response:
     return Response(await state.backend.metrics(state.metrics.text()), media_type=CONTENT_TYPE)
 
 
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE = Path(__file__).with_name("page")
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
+async def page() -> FileResponse:
     """The page."""
     return await page_file("index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def page_file(name: str) -> Response:
-    """A file of the page, from this package."""
-    files = {file.name: file for file in resources.files("holdover.serve").joinpath("page").iterdir()}
-    media_type = _MEDIA_TYPES.get(name[name.rfind(".") :] if "." in name else "")
-    if name not in files or media_type is None:
+async def page_file(name: str) -> FileResponse:
+    """A file of the page."""
+    if not (_PAGE / name).is_file():
         raise ApiError(404, f"The page has no file {name!r}.", "not_found")
-    return Response(files[name].read_bytes(), media_type=media_type, headers={"cache-control": "no-cache"})
+    return FileResponse(_PAGE / name, headers={"cache-control": "no-cache"})

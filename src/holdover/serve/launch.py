@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,7 @@ def serve(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # uvicorn raises it again when it is done
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
-    if worker.failure is not None:
-        raise _load_error(worker.failure) from worker.failure
+    _check_loaded(worker)
 
 
 @contextlib.contextmanager
@@ -57,10 +57,8 @@ def running(**settings: Any) -> Iterator[RunningServer]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="holdover-server", daemon=True)
     thread.start()
     try:
-        try:
-            worker.wait_until_loaded()
-        except Exception as error:
-            raise _load_error(error) from error
+        worker.loading.exception()  # waits until the model is loaded or has failed
+        _check_loaded(worker)
         yield RunningServer(_url(listener))
     finally:
         server.should_exit = True
@@ -82,10 +80,10 @@ def _create_server(settings: Settings) -> tuple[uvicorn.Server, Worker]:
     )
     server = uvicorn.Server(config)
 
-    def stop() -> None:
-        server.should_exit = True
+    def stop_if_failed(loading: Future[None]) -> None:
+        server.should_exit = server.should_exit or loading.exception() is not None
 
-    worker.on_failure = stop
+    worker.loading.add_done_callback(stop_if_failed)
     return server, worker
 
 
@@ -118,5 +116,6 @@ def _url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def _load_error(error: Exception) -> ServeError:
-    return ServeError(f"The model cannot be served: {error}")
+def _check_loaded(worker: Worker) -> None:
+    if worker.loading.done() and (error := worker.loading.exception()) is not None:
+        raise ServeError(f"The model cannot be served: {error}") from error

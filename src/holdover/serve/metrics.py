@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,9 +25,8 @@ class RequestMetrics:
 
     def __init__(self, queue_length: Callable[[], int]) -> None:
         own = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "holdover_requests", "Requests by route and status.", ("route", "method", "status"), registry=own
-        )
+        labels = "route", "method", "status"
+        self.requests = Counter("holdover_requests", "Requests by route and status.", labels, registry=own)
         self.latency = Histogram(
             "holdover_request_seconds", "Time to the end of the response.", ("route",), buckets=_SECONDS, registry=own
         )
@@ -42,28 +42,29 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
-        self.queued = Histogram(
-            "holdover_queue_seconds", "Time of an image in the queue.", buckets=_SECONDS, registry=own
-        )
-        self.generations = Histogram(
-            "holdover_generation_seconds", "Time to generate a batch.", ("method",), buckets=_SECONDS, registry=own
-        )
-        self.images = Counter("holdover_images", "Images generated.", ("method",), registry=own)
-        self.cancelled = Counter(
-            "holdover_cancelled_images", "Images stopped because their client disconnected.", registry=own
-        )
-        self.steps = Counter(
-            "holdover_steps", "Forwards of the transformer, computed or held.", ("method", "kind"), registry=own
-        )
-        self.held_bytes = Gauge(
-            "holdover_held_bytes", "Largest number of bytes held in the last generation.", ("method",), registry=own
-        )
+        counter, gauge = partial(Counter, registry=own), partial(Gauge, registry=own)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=own)
+        method = ("method",)
+        self.queued = seconds("holdover_queue_seconds", "Time of an image in the queue.")
+        self.generations = seconds("holdover_generation_seconds", "Time to generate a batch.", method)
+        self.images = counter("holdover_images", "Images generated.", method)
+        self.cancelled = counter("holdover_cancelled_images", "Images stopped because their client disconnected.")
+        self.steps = counter("holdover_steps", "Forwards of the transformer, computed or held.", (*method, "kind"))
+        self.held_bytes = gauge("holdover_held_bytes", "Largest number of bytes held in the last generation.", method)
         self.batch = Histogram("holdover_batch_size", "Images of a batch.", buckets=(1, 2, 4, 8, 16, 32), registry=own)
-        self.ready = Gauge("holdover_ready", "1 when the model is loaded.", registry=own)
+        self.ready = gauge("holdover_ready", "1 when the model is loaded.")
 
     def add_prompt_cache(self, cache: PromptEmbedCache) -> None:
         """Include the hits and misses of a prompt cache."""
-        self._registry.register(_PromptCacheCollector(cache))
+
+        def collect() -> list[Metric]:
+            counts = {"hit": cache.hits, "miss": cache.misses, "bypass": cache.bypassed}
+            family = CounterMetricFamily("holdover_prompt_cache", "Prompts by result of the lookup.", labels=["result"])
+            for result, count in counts.items():
+                family.add_metric((result,), count)
+            return [family]
+
+        self._registry.register(_FunctionCollector(collect))
 
     def record(self, infos: Sequence[GenerationInfo]) -> None:
         """Count a finished batch."""
@@ -82,16 +83,12 @@ class WorkerMetrics:
         return generate_latest(self._registry)
 
 
-class _PromptCacheCollector(Collector):
-    def __init__(self, cache: PromptEmbedCache) -> None:
-        self._cache = cache
+class _FunctionCollector(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
 
-    def collect(self) -> list[Metric]:
-        family = CounterMetricFamily("holdover_prompt_cache", "Prompts by result of the lookup.", labels=("result",))
-        counts = {"hit": self._cache.hits, "miss": self._cache.misses, "bypass": self._cache.bypassed}
-        for result, count in counts.items():
-            family.add_metric((result,), count)
-        return [family]
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
 
 
 def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
@@ -102,11 +99,6 @@ def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {"replica": name, **sample.labels}, sample.value)
-
-    class Families(Collector):
-        def collect(self) -> Iterable[Metric]:
-            return families.values()
-
     registry = CollectorRegistry()
-    registry.register(Families())
+    registry.register(_FunctionCollector(families.values))
     return generate_latest(registry)

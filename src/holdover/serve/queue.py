@@ -173,16 +173,15 @@ class BatchQueue:
     def take(self) -> list[QueueItem] | None:
         """The next batch; an empty one after `wake`, None when the queue is closed and empty."""
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._items or self._closed or self._woken)
+            self._drop_cancelled()
+            while not (self._items or self._closed or self._woken):
+                self._changed.wait()
                 self._drop_cancelled()
-                if self._woken:
-                    self._woken = False
-                    return []
-                if self._items:
-                    break
-                if self._closed:
-                    return None
+            if self._woken:
+                self._woken = False
+                return []
+            if not self._items:
+                return None
             oldest = self._items[0]
             if oldest.spec.cache.batchable:
                 remaining = oldest.submitted + self._max_wait - time.monotonic()

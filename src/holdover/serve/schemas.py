@@ -251,9 +251,7 @@ class FrontierPoint(BaseModel):
 class ProfileReport(BaseModel):
     """What the profiles say about the model that is served."""
 
-    profile: dict[str, Any] | None = Field(
-        default=None, description="The constants that the method uses, with their source."
-    )
+    profile: dict[str, Any] | None = Field(default=None, description="The method's constants, with their source.")
     certificates: list[dict[str, Any]] = Field(
         default=[], description="Targets that were tested, with their confidence."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import typing
@@ -108,19 +109,14 @@ class RaySettings(Settings):
             if name in args:
                 raise ConfigError(f"{name!r} is not an argument of the application: it is set in {place}.")
         cls.check_keys(args)
-        hints = typing.get_type_hints(cls)
-
-        def parse(name: str, value: Any) -> Any:
-            if name == "cache_config":
-                return value if isinstance(value, str) else json.dumps(value)
-            if isinstance(value, str) and hints[name] is not str:
-                try:
-                    return json.loads(value)  # `serve run holdover.serve.ray:app replicas=2`
-                except json.JSONDecodeError:
-                    return value
-            return value
-
-        return cls.from_dict({name: parse(name, value) for name, value in args.items()})
+        values, hints = dict(args), typing.get_type_hints(cls)
+        for name, value in args.items():
+            if name == "cache_config" and not isinstance(value, str):
+                values[name] = json.dumps(value)
+            elif isinstance(value, str) and hints[name] is not str:
+                with contextlib.suppress(json.JSONDecodeError):  # then the error names the text itself
+                    values[name] = json.loads(value)  # `serve run holdover.serve.ray:app replicas=2`
+        return cls(**values)
 
     @property
     def max_ongoing_requests(self) -> int:

@@ -1,19 +1,28 @@
-"""Validation of a request against the model and the server's limits: from an `ImageRequest` to images to generate."""
+"""What a request may ask for: the OpenAPI document says it, and `validate` checks it and fills in the defaults.
+
+Both depend on the model, the limits of the server, and the settings of every caching method.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import secrets
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from ..config import Config
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from ..config import Config, allowed_values
 from ..errors import ConfigError, did_you_mean
-from ..selector import config_class, methods, own_config
+from ..selector import backend_class, config_class, methods, own_config
 from .errors import ApiError, invalid, too_large
-from .openapi import is_server_setting
 from .queue import ImageSpec, Size
-from .schemas import ImageRequest
+from .schemas import CompletedImage, ImageRequest, MethodInfo, PartialImage, SettingInfo
 from .settings import Settings
 
 TARGET_METHOD = "plan"  # a request with a quality target and no method gets this one
@@ -51,55 +60,51 @@ def validate(
             raise too_large(f"{name} has {len(text)} characters; at most {settings.max_prompt} are allowed.", name)
     if request.negative_prompt and "negative_prompt" not in model.parameters:
         raise invalid(f"{model.name} has no negative prompt.", "negative_prompt")
-    count, size, steps = _count(request, settings), _size(request, model, settings), _steps(request, model, settings)
-    seed = secrets.randbits(32) if request.seed is None else request.seed
-    common: dict[str, Any] = {
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        "size": model.size if model.fixed_size else size,
-        "output_size": size,
-        "steps": steps,
-        "guidance": _guidance(request, model),
-        "cache": requested_cache(request.cache, default_cache),
-        "preview_steps": _preview_steps(request, model, steps),
-        "request_id": request_id,
-    }
-    return [ImageSpec(seed=seed + index, **common) for index in range(count)]
-
-
-def _count(request: ImageRequest, settings: Settings) -> int:
     count = request.n or 1
     if count > settings.max_images:
         raise too_large(f"n is {count}; one request may have at most {settings.max_images} images.", "n")
     if request.stream and count > 1:
         raise invalid(f"A stream has one image: n must be 1, not {count}.", "n")
-    return count
+    size = _output_size(request.size, model, settings.max_size)
+    asked = _merge_aliases("steps", request.steps, "num_inference_steps", request.num_inference_steps)
+    steps = min(model.steps, settings.max_steps) if asked is None else int(asked)
+    if steps > settings.max_steps:
+        raise too_large(f"steps is {steps}; this server allows at most {settings.max_steps}.", "steps")
+    guidance = _guidance(request, model)
+    if request.partial_images and not request.stream:
+        raise invalid("partial_images needs a stream: set stream to true.", "partial_images")
+    if request.partial_images and not model.partial_images:
+        raise invalid(f"{model.name} has no previews of unfinished images.", "partial_images")
+    image = ImageSpec(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        seed=secrets.randbits(32) if request.seed is None else request.seed,
+        size=model.size if model.fixed_size else size,
+        output_size=size,
+        steps=steps,
+        guidance=guidance,
+        cache=requested_cache(request.cache, default_cache),
+        preview_steps=preview_steps(request.partial_images or 0, steps),
+        request_id=request_id,
+    )
+    return [dataclasses.replace(image, seed=image.seed + index) for index in range(count)]
 
 
-def _size(request: ImageRequest, model: ModelInfo, settings: Settings) -> Size:
-    if request.size is None or request.size == "auto":
+def _output_size(size: str | None, model: ModelInfo, max_size: int) -> Size:
+    if size is None or size == "auto":
         return model.size
-    width, height = (int(side) for side in request.size.split("x"))
-    if max(width, height) > settings.max_size:
-        raise too_large(f"size is {request.size}; the longest side may have {settings.max_size} pixels.", "size")
+    width, height = (int(side) for side in size.split("x"))
+    if max(width, height) > max_size:
+        raise too_large(f"size is {size}; the longest side may have {max_size} pixels.", "size")
     if model.fixed_size and width != height:
-        example = format_size(model.size)
-        raise invalid(f"size is {request.size}; {model.name} generates squares, such as {example}.", "size")
+        raise invalid(f"size is {size}; {model.name} generates squares, such as {format_size(model.size)}.", "size")
     if not model.fixed_size and (width % model.size_multiple or height % model.size_multiple):
-        message = f"size is {request.size}; width and height must be multiples of {model.size_multiple}."
-        raise invalid(message, "size")
+        raise invalid(f"size is {size}; width and height must be multiples of {model.size_multiple}.", "size")
     return width, height
 
 
 def format_size(size: Size) -> str:
     return f"{size[0]}x{size[1]}"
-
-
-def _steps(request: ImageRequest, model: ModelInfo, settings: Settings) -> int:
-    steps = _merge_aliases("steps", request.steps, "num_inference_steps", request.num_inference_steps)
-    if steps is not None and steps > settings.max_steps:
-        raise too_large(f"steps is {steps}; this server allows at most {settings.max_steps}.", "steps")
-    return min(model.steps, settings.max_steps) if steps is None else int(steps)
 
 
 def _guidance(request: ImageRequest, model: ModelInfo) -> tuple[tuple[str, float], ...]:
@@ -109,10 +114,10 @@ def _guidance(request: ImageRequest, model: ModelInfo) -> tuple[tuple[str, float
         scales = {"guidance_scale": guidance, "true_cfg_scale": request.cfg_scale}
     else:
         scales = {"guidance_scale": _merge_aliases("guidance", guidance, "cfg_scale", request.cfg_scale)}
-    for name, scale in scales.items():
-        if scale is not None and name not in model.parameters:
-            raise invalid(f"{model.name} has no guidance scale.", "guidance")
-    return tuple((name, float(scale)) for name, scale in scales.items() if scale is not None)
+    found = tuple((name, float(scale)) for name, scale in scales.items() if scale is not None)
+    if any(name not in model.parameters for name, _ in found):
+        raise invalid(f"{model.name} has no guidance scale.", "guidance")
+    return found
 
 
 def _merge_aliases(name: str, value: float | None, alias: str, other: float | None) -> float | None:
@@ -122,22 +127,10 @@ def _merge_aliases(name: str, value: float | None, alias: str, other: float | No
     return value if value is not None else other
 
 
-def _preview_steps(request: ImageRequest, model: ModelInfo, steps: int) -> frozenset[int]:
-    count = request.partial_images or 0
-    if count and not request.stream:
-        raise invalid("partial_images needs a stream: set stream to true.", "partial_images")
-    if count and not model.partial_images:
-        raise invalid(f"{model.name} has no previews of unfinished images.", "partial_images")
-    return preview_steps(count, steps)
-
-
 def preview_steps(count: int, steps: int) -> frozenset[int]:
     """The steps after which to send `count` previews, evenly spaced; the last step gives the image itself."""
     count = min(count, steps - 1)
     return frozenset(round((i + 1) * steps / (count + 1)) for i in range(count))
-
-
-# The cache of a request
 
 
 def requested_cache(cache: Mapping[str, Any] | None, default: Config) -> Config:
@@ -149,29 +142,148 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config) -> Config:
     if method is not None and not isinstance(method, str):
         raise invalid(f"cache.method must be a name, not {method!r}.", "cache.method")
     try:
-        return _cache_config(method, settings, default)
+        reserved = [name for name in config_class(method or default.method).field_names() if _is_server_setting(name)]
+        for name in settings:
+            if name in reserved:
+                raise invalid(f"{name!r} is set when the server starts, with --cache-config.", f"cache.{name}")
+        if method is None:
+            own_config(default.method, settings)  # raises if a key belongs to another method
+            return default.replaced(**settings)
+        kept = {name: getattr(default, name) for name in reserved} if method == default.method else {}
+        return own_config(method, kept | settings)
     except ConfigError as error:
-        raise invalid(str(error), _wrong_field(method or default.method, settings, error)) from None
+        message, param = str(error), "cache"
+        named = [name for name in settings if f".{name} " in message or f"{name!r}" in message]
+        if (method or default.method) not in methods():
+            param = "cache.method"
+        elif named or len(settings) == 1:
+            param = f"cache.{[*named, *settings][0]}"
+        raise invalid(message, param) from None
 
 
-def _cache_config(method: str | None, settings: dict[str, Any], default: Config) -> Config:
-    names = config_class(method or default.method).field_names()
-    for name in settings:
-        if is_server_setting(name) and name in names:
-            raise invalid(f"{name!r} is set when the server starts, with --cache-config.", f"cache.{name}")
-    if method is None:
-        own_config(default.method, settings)  # raises if a key belongs to another method
-        return default.replaced(**settings)
-    kept = (
-        {name: getattr(default, name) for name in names if is_server_setting(name)} if method == default.method else {}
-    )
-    return own_config(method, kept | settings)
+# The methods and settings that a request may have
 
 
-def _wrong_field(method: str, settings: Mapping[str, Any], error: ConfigError) -> str:
-    """The field that the error's message names."""
-    if method not in methods():
-        return "cache.method"
-    named = [name for name in settings if f".{name} " in str(error) or f"{name!r}" in str(error)]
-    candidates = named or (list(settings) if len(settings) == 1 else [])
-    return f"cache.{candidates[0]}" if candidates else "cache"
+_KINDS: dict[Any, tuple[Literal["number", "integer", "boolean", "text"], str]] = {
+    float: ("number", "number"),
+    int: ("integer", "integer"),
+    bool: ("boolean", "boolean"),
+    str: ("text", "string"),
+}
+
+
+def _is_server_setting(name: str) -> bool:
+    """Whether only the operator may set it: it reads or writes files, or turns the cache off to calibrate."""
+    return any(word in name for word in ("profile", "path", "calibrate"))
+
+
+def method_infos() -> list[MethodInfo]:
+    """Every method and its settings."""
+    return [
+        MethodInfo(
+            method=method,
+            doc=(inspect.getdoc(backend_class(method)) or "").split("\n")[0],
+            batched=config_class(method)().batchable,
+            settings=[info for info, _ in _request_settings(method)],
+        )
+        for method in methods()
+    ]
+
+
+def _request_settings(method: str) -> list[tuple[SettingInfo, Any]]:
+    """The settings of a method that a request may have, with their types."""
+    config, found = config_class(method), []
+    hints = typing.get_type_hints(config)
+    for setting in config.settings():
+        if not _is_server_setting(setting.name):
+            hint, allowed = hints[setting.name], setting.metadata.get("allowed", {})
+            info = SettingInfo(
+                name=setting.name,
+                kind=_KINDS[hint][0] if hint in _KINDS else "other",
+                default=setting.default,
+                minimum=allowed.get("ge"),
+                maximum=allowed.get("le"),
+                choices=allowed.get("choices"),
+                allowed=allowed_values(setting),
+                doc=setting.metadata.get("doc", ""),
+            )
+            found.append((info, hint))
+    return found
+
+
+def settings_schema(method: str) -> dict[str, dict[str, Any]]:
+    """The same settings in JSON Schema, by name."""
+    schemas = {}
+    for info, hint in _request_settings(method):
+        schema = {"enum": info.choices} if info.choices is not None else _type_schema(hint)
+        limits = {"minimum": info.minimum, "maximum": info.maximum, "description": info.doc}
+        schemas[info.name] = schema | {word: limit for word, limit in limits.items() if limit is not None}
+    return schemas
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if hint is type(None):
+        return {"type": "null"}
+    if hint in _KINDS:
+        return {"type": _KINDS[hint][1]}
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(option) for option in arguments]}
+    if typing.get_origin(arguments[0]) is tuple:  # pairs of a name and a value
+        return {"type": "object", "additionalProperties": _type_schema(typing.get_args(arguments[0])[1])}
+    return {"type": "array", "items": _type_schema(arguments[0])}
+
+
+# The OpenAPI document
+
+
+_DESCRIPTION = """An image server in the shape of OpenAI's image API. Every response has an `x-request-id`; every error
+is `{"error": {"message", "type", "param", "code"}}`."""
+_REF = "#/components/schemas/{model}"
+_EVENT_DATA = [{"$ref": _REF.format(model=name)} for name in ("PartialImage", "CompletedImage", "ErrorResponse")]
+_EVENT = {
+    "type": "object",
+    "description": "One event; its data is JSON.",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"enum": ["image_generation.partial_image", "image_generation.completed", "error"]},
+        "data": {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": _EVENT_DATA}},
+    },
+}
+IMAGES_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The images; with `stream`, events.", "content": {"text/event-stream": {"schema": _EVENT}}}
+}
+
+
+def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> dict[str, Any]:
+    """FastAPI's document with the limits and methods of this server."""
+    document = get_openapi(title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes)
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # the server answers 400 instead
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for event in (PartialImage, CompletedImage):
+        schemas[event.__name__] = event.model_json_schema(ref_template=_REF)
+        schemas[event.__name__].pop("$defs", None)  # they are components already
+    request = schemas["ImageRequest"]["properties"]
+    request["n"]["anyOf"][0]["maximum"] = settings.max_images
+    for name in ("steps", "num_inference_steps"):
+        request[name]["anyOf"][0]["maximum"] = settings.max_steps
+    request["prompt"]["maxLength"] = settings.max_prompt
+    request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
+    request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
+    # `cache` may be each method by name, settings of the default method, or a target.
+    closed = {"type": "object", "additionalProperties": False}
+    default = closed | {"title": f"{default_method}, the default", "properties": settings_schema(default_method)}
+    target = {"target": {"type": "string", "examples": ["psnr>=40"]}}
+    named = [
+        closed
+        | {"title": method, "required": ["method"]}
+        | {"properties": {"method": {"const": method}} | settings_schema(method)}
+        for method in methods()
+    ]
+    by_target = {"type": "object", "title": "target", "properties": target, "required": ["target"]}
+    request["cache"] |= {"anyOf": [*named, default, by_target, {"type": "null"}]}
+    return document

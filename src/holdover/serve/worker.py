@@ -9,9 +9,9 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..stats import GenerationStats
 from .errors import ApiError, internal, invalid, unavailable
 from .metrics import WorkerMetrics
 from .model import OnStep, PreviewDecoder, ServedModel, load_model
-from .queue import BatchQueue, GeneratedImage, Pixels, Preview, QueueItem
+from .queue import BatchQueue, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem
 from .schemas import CacheReport, FrontierPoint, GenerationInfo, MethodTotals, ProfileReport, Seconds
 from .settings import Settings
 from .validation import TARGET_METHOD, ModelInfo, format_size
@@ -44,43 +44,31 @@ class CancelledGenerationError(Exception):
     """The clients of all images of the batch have disconnected."""
 
 
-class Worker:
+class Worker(ImageBackend):
     """One device, one pipeline, one thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._metrics = settings, WorkerMetrics()
         self._queue = BatchQueue(settings.queue_size, settings.max_batch, settings.max_wait)
         self.prompt_cache: PromptEmbedCache | None = None
-        self.failure: Exception | None = None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.loading: Future[None] = Future()  # has the exception if the model cannot be loaded
         self._model: ServedModel | None = None
-        self._switch: CacheSwitch | None = None
         self._default: Config | None = None
         self._profile, self._notes = ProfileReport(), list[str]()
         self._totals: defaultdict[str, MethodTotals] = defaultdict(MethodTotals)
         self._last: GenerationInfo | None = None
         self._new_defaults: queue.SimpleQueue[tuple[Config, Future[None]]] = queue.SimpleQueue()
         self._failures = 0  # in a row
-        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
 
     async def start(self) -> None:
-        """Start the thread, which loads the model; does not wait for it."""
         self._thread.start()
 
-    def wait_until_loaded(self) -> None:
-        """Block until the model is loaded; raises the error if it cannot be."""
-        self._settled.wait()
-        if self.failure is not None:
-            raise self.failure
-
     async def stop(self) -> None:
-        """Generate what is in the queue, then end."""
         self._queue.close()
         await asyncio.to_thread(self._thread.join)
 
     def loaded(self) -> tuple[ModelInfo, Config]:
-        """The model and the default cache; an error while the model is loading."""
         if self._model is None or self._default is None:
             raise unavailable("The model is still loading.", "model_loading")
         return self._model.info, self._default
@@ -91,7 +79,6 @@ class Worker:
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
     def submit(self, items: Sequence[QueueItem]) -> None:
-        """Put all items in the queue, or raise an error and put none."""
         self._queue.put(items)
 
     def queue_length(self) -> int:
@@ -105,7 +92,6 @@ class Worker:
         await asyncio.wrap_future(done)
 
     async def report(self) -> CacheReport:
-        """The default cache and what every method has done."""
         _, default = self.loaded()
         prompts = self.prompt_cache
         return CacheReport(
@@ -119,7 +105,6 @@ class Worker:
         )
 
     async def metrics(self, own: bytes = b"") -> bytes:
-        """Everything for Prometheus; `own` are the metrics of the HTTP side."""
         return own + self._metrics.text()
 
     # The methods below run on the worker's thread.
@@ -128,11 +113,9 @@ class Worker:
         try:
             model, switch = self._load()
         except Exception as error:
-            self.failure = error
-            self.on_failure()
+            self.loading.set_exception(error)
             return
-        finally:
-            self._settled.set()
+        self.loading.set_result(None)
         while (batch := self._queue.take()) is not None:
             while not self._new_defaults.empty():
                 cache, done = self._new_defaults.get()
@@ -216,12 +199,11 @@ class Worker:
         return on_step
 
     def _finish(
-        self, batch: Sequence[QueueItem], pixels: Pixels, model: ServedModel, stats: GenerationStats, start: float
+        self, batch: Sequence[QueueItem], images: Pixels, model: ServedModel, stats: GenerationStats, start: float
     ) -> None:
         """Record the batch, and resolve the futures of its items."""
-        seconds = time.monotonic() - start
+        seconds, first = time.monotonic() - start, batch[0].spec
         self._queue.admission.record(seconds / len(batch))
-        first = batch[0].spec
         infos = [
             GenerationInfo(
                 seed=item.spec.seed,
@@ -249,9 +231,8 @@ class Worker:
         self._last = infos[-1]
         self._metrics.record(infos)
         image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
-        for item, image, info in zip(batch, pixels, infos, strict=True):
-            tokens = model.count_tokens(item.spec.prompt), image_tokens
-            item.notify(GeneratedImage(image, info, tokens))
+        for item, pixels, info in zip(batch, images, infos, strict=True):
+            item.notify(GeneratedImage(pixels, info, (model.count_tokens(item.spec.prompt), image_tokens)))
 
 
 def _fail(batch: Sequence[QueueItem], error: ApiError) -> None:
@@ -275,7 +256,8 @@ class CacheSwitch:
     def use(self, cache: Config) -> Iterator[CacheBackend]:
         """The backend for one batch. A method stays enabled until a batch needs another one."""
         with ExitStack() as stack:
-            self._switch(cache, stack)
+            if not self._backend.is_enabled() or cache != self._cache:
+                self._switch(cache, stack)
             yield self._backend
 
     def disable(self) -> None:
@@ -284,18 +266,15 @@ class CacheSwitch:
             self._backend.disable()
 
     def _switch(self, cache: Config, stack: ExitStack) -> None:
-        enabled = self._backend.is_enabled()
-        if enabled and cache == self._cache:
-            return
-        try:
-            if enabled and cache == NoneConfig():
-                stack.enter_context(self._backend.off())
-                return
-            if enabled and cache.method == self._cache.method:
-                stack.enter_context(self._backend.using(**cache.as_dict()))
-                return
-        except NotImplementedError:
-            pass  # the backend has one setting for all generations: replace it
+        """Change the enabled method's settings until the stack ends, or replace it; it stays if that fails."""
+        if enabled := self._backend.is_enabled():
+            with suppress(NotImplementedError):  # the backend has one setting for all generations: replace it
+                if cache == NoneConfig():
+                    stack.enter_context(self._backend.off())
+                    return
+                if cache.method == self._cache.method:
+                    stack.enter_context(self._backend.using(**cache.as_dict()))
+                    return
         self.disable()
         try:
             self._backend, self._cache = self._enable(cache), cache
@@ -316,19 +295,13 @@ def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
     settings = cache.as_dict()
     measured = resolve_profile(settings["profile"] if cache.method == TARGET_METHOD else None, transformer)
     constants: MethodProfile | None = None
-    if cache.method == "tea_cache" and settings["coefficients"] is None:
-        constants = find("tea_cache", transformer, pipeline, settings["profile"], settings["signal"])
-    elif cache.method == "mag_cache" and settings["mag_ratios"] is None:
-        constants = find("mag_cache", transformer, pipeline, settings["profile"])
+    if cache.constants and settings[cache.constants] is None:
+        method: Any = cache.method
+        constants = find(method, transformer, pipeline, settings["profile"], settings.get("signal"))
     profile: dict[str, Any] | None = None
     if constants is not None:
-        profile = {
-            "method": cache.method,
-            "name": constants.name,
-            "model": constants.model,
-            "source": dict(constants.source),
-            "notes": constants.notes,
-        }
+        profile = {name: getattr(constants, name) for name in ("name", "model", "notes")}
+        profile |= {"method": cache.method, "source": dict(constants.source)}
     if measured is None:
         return ProfileReport(profile=profile)
     facts = measured.facts
@@ -341,16 +314,8 @@ def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
             "notes": f"{len(facts.noise)} steps, {facts.scheduler}",
         }
     certificates = [
-        {
-            "target": certificate.target,
-            "computed": len(certificate.computed),
-            "steps": len(certificate.noise),
-            "share": certificate.share,
-            "confidence": certificate.confidence,
-            "prompts": certificate.prompts,
-            "below": certificate.below,
-            "said": str(certificate),
-        }
+        {name: getattr(certificate, name) for name in ("target", "share", "confidence", "prompts", "below")}
+        | {"computed": len(certificate.computed), "steps": len(certificate.noise), "said": str(certificate)}
         for certificate in facts.certificates
     ]
     frontier = [

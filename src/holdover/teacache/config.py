@@ -25,6 +25,7 @@ class TeaCacheConfig(TeaCacheSettings):
 
     method: ClassVar[str] = "tea_cache"
     color: ClassVar[str] = "teal"
+    constants: ClassVar[str] = "coefficients"
     vllm_omni: ClassVar[str] = "holdover_tea_cache"
 
     transformer_type: str = setting(UNNAMED, doc="class whose constants are used")

@@ -25,13 +25,14 @@ from holdover.serve import running
 
 from ..conftest import MAG
 from ..servers import PATIENCE, Client, eventually, image_bytes, nearly_equal
+from .conftest import BUSY_MACHINE
 
-ENVIRONMENT = os.environ | {
+ENVIRONMENT = {
+    **os.environ,
+    **BUSY_MACHINE,
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(16),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",  # a busy machine is slow to start it
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
 }
 STARTED = "mag_cache", json.loads(MAG)
 ARGS: dict[str, Any] = {

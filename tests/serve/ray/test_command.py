@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from holdover.cli import app
 
 from ..servers import PATIENCE, Server
+from .conftest import BUSY_MACHINE
 
-ENVIRONMENT = {"RAY_AUTH_TOKEN": secrets.token_hex(16), "HOLDOVER_API_KEYS": "correct horse"}
+ENVIRONMENT = BUSY_MACHINE | {"RAY_AUTH_TOKEN": secrets.token_hex(16), "HOLDOVER_API_KEYS": "correct horse"}
 AUTHORIZED = {"authorization": "Bearer correct horse"}
 
 

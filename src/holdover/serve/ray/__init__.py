@@ -10,7 +10,6 @@ backend     all replicas, as the ingress uses them: routing, retries, the defaul
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,7 @@ from ..settings import RaySettings
 if TYPE_CHECKING:
     from ray import serve as ray_serve
 
-    from .deployment import serve as serve
-
-__all__ = ["RaySettings", "app", "serve"]
+__all__ = ["RaySettings", "app"]
 
 
 def app(args: Mapping[str, Any]) -> ray_serve.Application:
@@ -30,9 +27,3 @@ def app(args: Mapping[str, Any]) -> ray_serve.Application:
     from .deployment import build
 
     return build(settings)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "serve":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(".deployment", __name__).serve

@@ -14,7 +14,6 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ...errors import ConfigError, HoldoverError, did_you_mean
 from ...selector import own_config
 from ..errors import internal, unavailable
 from ..metrics import merge_metrics
-from ..queue import Admission, Event, GeneratedImage, Preview, QueueItem
+from ..queue import Admission, GeneratedImage, ImageBackend, Preview, QueueItem
 from ..schemas import CacheReport, GenerationInfo, MethodTotals, ProfileReport
 from ..settings import RaySettings, Settings
 from ..validation import ModelInfo
@@ -50,29 +49,8 @@ MAX_PROFILE_BYTES = 32_000_000
 """Largest profile that is sent with the settings."""
 
 
-@dataclass(frozen=True)
-class ProfileFile:
-    """Name and content of a profile, for machines that do not have the file."""
-
-    name: str
-    content: bytes
-
-    def write(self) -> Path:
-        """Write it to a private folder under a name that depends on its content: the same path on every machine."""
-        folder = Path(tempfile.gettempdir()) / f"holdover-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
-        path = folder / f"{hashlib.sha256(self.content).hexdigest()[:32]}-{self.name}"
-        if not path.exists() or path.stat().st_size != len(self.content):
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(self.content)
-            Path(file.name).replace(path)
-        return path
-
-
 def pack_cache(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The cache settings as plain JSON values, checked; if they name a profile's file, its content is included."""
+    """The cache settings as plain JSON values, checked; a profile's file is included, as other machines lack it."""
     if "profile" in values:
         return dict(values)  # packed already
     for name in values:
@@ -94,18 +72,25 @@ def pack_cache(values: Mapping[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def packed_profile(packed: Mapping[str, Any]) -> ProfileFile | None:
-    """The profile that is included."""
-    profile = packed.get("profile")
-    return None if profile is None else ProfileFile(profile["name"], base64.b64decode(profile["content"]))
+def write_profile(profile: Mapping[str, str]) -> Path:
+    """Write a packed profile to a private folder; its name depends on its content: the same path on every machine."""
+    content, folder = base64.b64decode(profile["content"]), Path(tempfile.gettempdir()) / f"holdover-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
+    path = folder / f"{hashlib.sha256(content).hexdigest()[:32]}-{profile['name']}"
+    if not path.exists() or path.stat().st_size != len(content):
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    return path
 
 
 def unpack_cache(packed: Mapping[str, Any]) -> dict[str, str]:
     """The cache settings for this machine; a profile that is included is written to a file."""
     settings = {name: str(packed[name]) for name in CACHE_SETTINGS}
-    profile = packed_profile(packed)
-    if profile is not None:
-        cache_config = json.loads(settings["cache_config"]) | {"profile": str(profile.write())}
+    if "profile" in packed:
+        cache_config = json.loads(settings["cache_config"]) | {"profile": str(write_profile(packed["profile"]))}
         settings["cache_config"] = json.dumps(cache_config)
     return settings
 
@@ -205,7 +190,7 @@ class ReplicaLostError(Exception):
     """The replica that generated a request's images is gone; the request is sent to another."""
 
 
-class RayBackend:
+class RayBackend(ImageBackend):
     """Sends images to replicas, and again if a replica dies."""
 
     def __init__(self, settings: RaySettings, replicas: DeploymentHandle, ingresses: DeploymentHandle) -> None:
@@ -223,21 +208,22 @@ class RayBackend:
         self._change: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Nothing to do: `connect` waits for the replicas."""
+        """Nothing to do: `reconfigure` waits for the replicas."""
 
     async def stop(self) -> None:
-        """Accept no more images, and wait for those that were accepted."""
         self._closed = True
         if self._requests:
             await asyncio.wait(self._requests)
 
-    async def connect(self, cache: Mapping[str, Any]) -> None:
-        """Wait for the first replica, and set the default cache; an error if the model does not support it."""
-        self._model, self._caches_prompts = await self._replicas.describe.remote()
-        await self._set_default(cache)
+    async def reconfigure(self, cache: Mapping[str, Any]) -> None:
+        """Set the default cache. The first time, wait for a replica; an error if the model does not support it.
 
-    def change_default(self, cache: Mapping[str, Any]) -> None:
-        """Change the default cache in the background; if a replica refuses it, the notes of the report say so."""
+        Later it changes in the background; if a replica refuses it, the notes of the report say so.
+        """
+        if self._default is None:
+            self._model, self._caches_prompts = await self._replicas.describe.remote()
+            await self._set_default(cache)
+            return
 
         async def change() -> None:
             try:
@@ -252,21 +238,19 @@ class RayBackend:
 
     async def _set_default(self, cache: Mapping[str, Any]) -> None:
         packed = pack_cache(cache)
-        config, profile = unpack_config(packed), packed_profile(packed)
+        config = unpack_config(packed)
         refusal = await self._replicas.set_default.remote(packed)
         if refusal is not None:
             raise ConfigError(refusal)
         self._default, self._notes = config, []
-        self._profile = None if profile is None else ray.put(profile)
+        self._profile = ray.put(packed["profile"]) if "profile" in packed else None
 
     def loaded(self) -> tuple[ModelInfo, Config]:
-        """The model and the default cache; an error while no replica is ready."""
         if self._model is None or self._default is None:
             raise unavailable("The model is still loading.", "model_loading")
         return self._model, self._default
 
     def submit(self, items: Sequence[QueueItem]) -> None:
-        """Accept all items of one request, or raise an error and accept none."""
         if self._closed:
             raise unavailable("The server is shutting down.", "shutting_down")
         self._admission.check(len(items), len(self._queued))
@@ -321,10 +305,21 @@ class RayBackend:
         finished = 0
         try:
             async for index, event in stream:
-                finished += not (event == "started" or isinstance(event, Preview))
+                item = left[index]
+                if event == "started":
+                    self._queued.discard(item)
+                elif isinstance(event, Preview):
+                    if event.step <= last_steps[item]:
+                        continue  # sent before a replica died
+                    last_steps[item] = event.step
+                else:
+                    finished += 1
+                if isinstance(event, GeneratedImage):
+                    self._last = event.info
+                    self._admission.record(event.info.seconds.generation / event.info.batch)
                 if finished == len(left):
                     ACTIVE_CALLS.discard(call)
-                self._notify(left[index], event, last_steps)
+                item.notify(event)
         except RayTaskError:
             raise
         except RayError as error:
@@ -340,21 +335,7 @@ class RayBackend:
         if finished < len(left):
             raise ReplicaLostError
 
-    def _notify(self, item: QueueItem, event: Event, last_steps: dict[QueueItem, int]) -> None:
-        """Pass on an event, except previews that were sent before a replica died."""
-        if isinstance(event, Preview):
-            if event.step <= last_steps[item]:
-                return
-            last_steps[item] = event.step
-        elif isinstance(event, GeneratedImage):
-            self._last = event.info
-            self._admission.record(event.info.seconds.generation / event.info.batch)
-        elif event == "started":
-            self._queued.discard(item)
-        item.notify(event)
-
     async def report(self) -> CacheReport:
-        """The default cache, and what every method has done on all replicas."""
         _, default = self.loaded()
         reports: list[CacheReport] = await _broadcast(self._replicas, "report")
         profile, notes = ProfileReport(), self._notes
@@ -365,20 +346,18 @@ class RayBackend:
             for method, done in report.totals.items():
                 totals[method].add(done)
         caches = [report.prompt_cache for report in reports if report.prompt_cache is not None]
+        counts = {name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
         return CacheReport(
             method=default.method,
             settings=default.as_dict(),
             notes=notes,
             totals=dict(totals),
             last=self._last,
-            prompt_cache={name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
-            if caches
-            else None,
+            prompt_cache=counts if caches else None,
             **{name: getattr(profile, name) for name in ProfileReport.model_fields},
         )
 
     async def metrics(self, own: bytes) -> bytes:
-        """The metrics of every replica and every ingress."""
         ingresses, replicas = await asyncio.gather(
             *(_broadcast(handle, "named_metrics") for handle in (self._ingresses, self._replicas))
         )

@@ -27,12 +27,12 @@ from ..validation import ModelInfo
 from .backend import (
     CACHE_SETTINGS,
     HEALTH_TIMEOUT,
-    ProfileFile,
     PromptRouter,
     RayBackend,
     pack_cache,
     unpack_cache,
     unpack_config,
+    write_profile,
 )
 
 if TYPE_CHECKING:
@@ -45,10 +45,6 @@ logger = logging.getLogger(__name__)
 NAME = "holdover"
 _LOCAL = "local"
 _HEALTH = {"health_check_period_s": 5.0, "health_check_timeout_s": HEALTH_TIMEOUT}
-
-
-class UnhealthyReplicaError(HoldoverError):
-    """This replica cannot generate images; Serve replaces it."""
 
 
 class Replica:
@@ -77,7 +73,7 @@ class Replica:
 
             worker = Worker(self._settings.worker_settings(unpack_cache(pack_cache(cache))))
             await worker.start()
-            await asyncio.to_thread(worker.wait_until_loaded)
+            await asyncio.wrap_future(worker.loading)
             self._worker = worker
         else:
             self._change = asyncio.create_task(self.set_default(cache))
@@ -85,7 +81,7 @@ class Replica:
     async def check_health(self) -> None:
         """Serve calls it regularly, and replaces a replica that raises."""
         if self._worker is not None and not self._worker.healthy:
-            raise UnhealthyReplicaError("The worker of this replica has ended, or its device fails at every image.")
+            raise HoldoverError("The worker of this replica has ended, or its device fails at every image.")
 
     async def set_default(self, cache: Mapping[str, Any]) -> str | None:
         """Change the default cache before the next batch; returns the error's message if the model refuses it."""
@@ -101,11 +97,14 @@ class Replica:
         return self.worker.loaded()[0], self.worker.prompt_cache is not None
 
     async def generate(
-        self, specs: Sequence[ImageSpec], waited: float, profile: ProfileFile | None
+        self, specs: Sequence[ImageSpec], waited: float, profile: Mapping[str, str] | None
     ) -> AsyncIterator[tuple[int, Event]]:
-        """Generate the images of one request, accepted `waited` seconds ago; yields events with the image's index."""
+        """Generate the images of one request, accepted `waited` seconds ago; yields events with the image's index.
+
+        A `profile` that the settings name is written first: this machine may not have it.
+        """
         if profile is not None:
-            profile.write()
+            write_profile(profile)
         items = [QueueItem(spec, time.monotonic() - waited) for spec in specs]
         events = follow(items)
         self.worker.submit(items)
@@ -138,18 +137,13 @@ class Ingress:
         context = ray_serve.get_replica_context()
         self._backend = RayBackend(settings, replicas, DeploymentHandle(context.deployment, context.app_name))
         self._app = create_app(settings, keys, self._backend, behind_proxy=True)
-        self._connected = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
     async def reconfigure(self, cache: Mapping[str, Any]) -> None:
-        """Serve calls it with the cache settings at the start and when they change; then it must not wait."""
-        if self._connected:
-            self._backend.change_default(cache)
-        else:
-            await self._backend.connect(cache)
-            self._connected = True
+        """Serve calls it with the cache settings at the start and when they change."""
+        await self._backend.reconfigure(cache)
 
     async def close(self) -> None:
         """Accept no more images, and return when all that were accepted are generated."""
