@@ -13,7 +13,7 @@ from ..models.registry import INPUT_SIGNAL
 from .parallel import known_to_shards
 from .state import ForwardCall, Outcome
 from .storage import HeldOutput, HeldTuple, RecentDict
-from .verify import compare_replay
+from .verify import verify_output
 
 if TYPE_CHECKING:
     from .install import CachedTransformer
@@ -55,19 +55,13 @@ class OutputRunner:
 
     def _verify(self, call: ForwardCall, held: HeldOutput) -> None:
         """The model must give the same output for the same input: one with a memory of its own cannot be held."""
-        transformer = self._transformer
-        again = call.plain(*call.args, **call.kwargs)
-        report = compare_replay(
-            transformer.class_name, transformer.groups, (again, {}), (held.build_output(), {}), WHOLE
+        transformer, again = self._transformer, call.plain(*call.args, **call.kwargs)
+        problem = (
+            f"{transformer.class_name} gives another output for the same input each time, and its blocks cannot be "
+            "traced: its steps cannot be held."
         )
-        if not report.ok:
-            raise UnsupportedModelError(
-                f"{report}\n{transformer.class_name} gives another output for the same input each time, and its "
-                "blocks cannot be traced: its steps cannot be held.",
-                report,
-            )
+        verify_output(transformer, again, held.build_output(), WHOLE, problem)
         self._verified[call.structure] = None
-        transformer.report = report
         transformer.notes.add(f"{transformer.name}: {WHOLE}")
 
 
@@ -87,7 +81,7 @@ class ExtractorRunner:
             assert isinstance(predicted, HeldTuple)
             return Outcome(_hold(context, predicted), decision, None)
         hidden = self._run_blocks(context)
-        held = HeldTuple(hidden - context.hidden_states)
+        held = HeldTuple([hidden - context.hidden_states])
         output = context.postprocess(hidden)
         if not known_to_shards(self._transformer.groups, call.structure in self._verified):
             self._verify(call, output, held)
@@ -115,15 +109,10 @@ class ExtractorRunner:
 
     def _verify(self, call: ForwardCall, output: object, held: HeldTuple) -> None:
         """Hold the step that was just computed: it must give the same."""
-        transformer = self._transformer
         replayed = _hold(self._build_context(call), held)
-        report = compare_replay(transformer.class_name, transformer.groups, (output, {}), (replayed, {}), EXTRACTED)
-        if not report.ok:
-            raise UnsupportedModelError(
-                f"{report}\nThe extractor's postprocess depends on more than the hidden states.", report
-            )
+        problem = "The extractor's postprocess depends on more than the hidden states."
+        verify_output(self._transformer, output, replayed, EXTRACTED, problem)
         self._verified[call.structure] = None
-        transformer.report = report
 
 
 def _hold(context: CacheContext, held: HeldTuple) -> Any:

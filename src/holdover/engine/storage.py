@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -140,54 +140,22 @@ class Residuals(HeldTensors):
         return sum(t.nbytes for t in (*self.values.values(), *self.sides.values()))
 
 
-class HeldOutput(HeldTensors):
-    """A transformer's output, copied so that nothing written to the returned tensors reaches it."""
-
-    def __init__(self, template: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self._template = template
-        self.tensors = tuple(tensors)
-
-    @classmethod
-    def copy_of(cls, output: Any) -> HeldOutput:
-        """Hold a copy of this output."""
-        tensors: list[torch.Tensor] = []
-        template = map_output(output, lambda tensor: tensors.append(tensor.clone()))
-        return cls(template, tensors)
-
-    def build_output(self) -> Any:
-        """A new output with copies of the held tensors."""
-        copies = iter([tensor.clone() for tensor in self.tensors])
-        return map_output(self._template, lambda _: next(copies))
-
-    def weighted_sum(self, terms: Sequence[tuple[float, HeldOutput]]) -> HeldOutput:
-        columns = zip(*(held.tensors for _, held in terms), strict=True)
-        weights = [weight for weight, _ in terms]
-        return HeldOutput(self._template, [sum_weighted(zip(weights, column, strict=True)) for column in columns])
-
-    def map(self, function: Callable[[Any], Any]) -> HeldOutput:
-        return HeldOutput(self._template, [function(tensor) for tensor in self.tensors])
-
-    @property
-    def main(self) -> tuple[torch.Tensor, ...]:
-        return self.tensors[:1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
-
-
 class HeldTuple(HeldTensors):
     """A fixed number of tensors whose meaning the runner knows; None where a stream is absent."""
 
-    def __init__(self, *tensors: torch.Tensor | None) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        self.tensors = tuple(tensors)
 
-    def weighted_sum(self, terms: Sequence[tuple[float, HeldTuple]]) -> HeldTuple:
+    def copy_with(self, tensors: Iterable[torch.Tensor | None]) -> Self:
+        """The same with other tensors."""
+        return type(self)(tensors)
+
+    def weighted_sum(self, terms: Sequence[tuple[float, Self]]) -> Self:
         columns = zip(*([(w, t) for t in held.tensors] for w, held in terms), strict=True)
-        return HeldTuple(*(None if column[0][1] is None else sum_weighted(column) for column in columns))
+        return self.copy_with(None if column[0][1] is None else sum_weighted(column) for column in columns)
 
-    def map(self, function: Callable[[Any], Any]) -> HeldTuple:
-        return HeldTuple(*(None if t is None else function(t) for t in self.tensors))
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        return self.copy_with(None if t is None else function(t) for t in self.tensors)
 
     def is_compatible(self, other: HeldTensors) -> bool:
         return isinstance(other, HeldTuple) and [t is None for t in self.tensors] == [t is None for t in other.tensors]
@@ -198,7 +166,34 @@ class HeldTuple(HeldTensors):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.main)
+        return sum(t.nbytes for t in self.tensors if t is not None)
+
+
+class HeldOutput(HeldTuple):
+    """A transformer's output, copied so that nothing written to the returned tensors reaches it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None], template: Any) -> None:
+        super().__init__(tensors)
+        self._template = template
+
+    @classmethod
+    def copy_of(cls, output: Any) -> HeldOutput:
+        """Hold a copy of this output."""
+        tensors: list[torch.Tensor | None] = []
+        template = map_output(output, lambda tensor: tensors.append(tensor.clone()))
+        return cls(tensors, template)
+
+    def copy_with(self, tensors: Iterable[torch.Tensor | None]) -> Self:
+        return type(self)(tensors, self._template)
+
+    def build_output(self) -> Any:
+        """A new output with copies of the held tensors."""
+        copies = iter([None if tensor is None else tensor.clone() for tensor in self.tensors])
+        return map_output(self._template, lambda _: next(copies))
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        return super().main[:1]
 
 
 class DivergedError(Exception):
@@ -253,74 +248,57 @@ def map_output(value: Any, function: Callable[[Any], Any]) -> Any:
 # Storage formats
 
 
-class Storage(Protocol):
-    """Stores a tensor after a computed step and loads it when a held step needs it."""
+class Storage(NamedTuple):
+    """How held tensors are kept between steps: `store` after a computed step, `load` for a held one."""
 
-    def store(self, tensor: torch.Tensor) -> Any:
-        """The stored form; it has `nbytes`."""
-        ...
-
-    def load(self, stored: Any) -> torch.Tensor:
-        """The tensor again."""
-        ...
-
-
-class DeviceStorage:
-    """Keeps the tensor as it is."""
-
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def load(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored
+    store: Callable[[torch.Tensor], Any]  # what it returns has `nbytes`
+    load: Callable[[Any], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaledTensor:
-    """A float8 tensor with one scale per token."""
+class Float8Tensor:
+    """A float8 tensor with one scale per token: half the memory of bfloat16, about 3 % of noise on each value."""
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+
+    @classmethod
+    def store(cls, tensor: torch.Tensor) -> Self:
+        largest = tensor.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12)
+        scales = largest / torch.finfo(torch.float8_e4m3fn).max
+        return cls((tensor.float() / scales).to(torch.float8_e4m3fn), scales, tensor.dtype)
+
+    def load(self) -> torch.Tensor:
+        return (self.values.float() * self.scales).to(self.dtype)
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
 
-class Float8Storage:
-    """Half the memory of bfloat16, at about 3 % of noise on each value."""
-
-    def store(self, tensor: torch.Tensor) -> ScaledTensor:
-        largest = tensor.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12)
-        scales = largest / torch.finfo(torch.float8_e4m3fn).max
-        return ScaledTensor((tensor.float() / scales).to(torch.float8_e4m3fn), scales, tensor.dtype)
-
-    def load(self, stored: ScaledTensor) -> torch.Tensor:
-        return (stored.values.float() * stored.scales).to(stored.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class HostTensor:
-    """A copy in host memory, and the device it returns to; it uses no device memory."""
+    """A copy in host memory: no device memory, at the cost of a copy in each direction."""
 
     values: torch.Tensor
     device: torch.device
     nbytes: int = 0
 
-
-class HostStorage:
-    """No device memory, at the cost of a copy in each direction."""
-
-    def store(self, tensor: torch.Tensor) -> HostTensor:
+    @classmethod
+    def store(cls, tensor: torch.Tensor) -> Self:
         pinned = tensor.device.type == "cuda"
         values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         values.copy_(tensor, non_blocking=pinned)
-        return HostTensor(values, tensor.device)
+        return cls(values, tensor.device)
 
-    def load(self, stored: HostTensor) -> torch.Tensor:
-        return stored.values.to(stored.device, non_blocking=True)
+    def load(self) -> torch.Tensor:
+        return self.values.to(self.device, non_blocking=True)
 
 
-ON_DEVICE = DeviceStorage()
-STORAGES: dict[str, Storage] = {"device": ON_DEVICE, "fp8": Float8Storage(), "cpu": HostStorage()}
+ON_DEVICE = Storage(lambda tensor: tensor, lambda stored: stored)
+STORAGES = {
+    "device": ON_DEVICE,
+    "fp8": Storage(Float8Tensor.store, Float8Tensor.load),
+    "cpu": Storage(HostTensor.store, HostTensor.load),
+}

@@ -84,6 +84,14 @@ def compare_replay(
     return report
 
 
+def verify_output(transformer: CachedTransformer, computed: Any, held: Any, stack: str, problem: str) -> None:
+    """Raise with a description of the problem unless a held forward gives the output of the computed one."""
+    report = compare_replay(transformer.class_name, transformer.groups, (computed, {}), (held, {}), stack)
+    if not report.ok:
+        raise UnsupportedModelError(f"{report}\n{problem}", report)
+    transformer.report = report
+
+
 def relative_error(reference: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference over the largest absolute value; equal NaNs are equal."""
     if reference.shape != other.shape:

@@ -137,7 +137,7 @@ class _StrategyComputePass(ComputePass):
         if site.number == self._last:
             assert self._head_input is not None
             residual = self._strategy.compute_residual(output, self._head_input)
-            self._held = HeldTuple(*(residual if isinstance(residual, tuple) else (residual,)))
+            self._held = HeldTuple(residual if isinstance(residual, tuple) else (residual,))
             self._head_input = None
         return output
 
