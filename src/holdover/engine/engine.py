@@ -146,7 +146,9 @@ class Engine:
                 if changed:
                     state.forget()
                 state.signature = signature
-                runner = self._runners.get((transformer, type(method))) or self._add_runner(transformer, method)
+                runner = self._runners.get((transformer, type(method)))
+                if runner is None:
+                    runner = self._runners[transformer, type(method)] = method.make_runner(transformer)
                 call = ForwardCall(
                     generation, transformer, branch, step, state, plain, args, kwargs, signature[0], timestep, changed
                 )
@@ -218,10 +220,6 @@ class Engine:
         declared = self._declared_steps or self._generation.method.declared_steps
         count = transformer.hint.num_inference_steps or declared
         return Grid(count) if count else Grid.unbounded()
-
-    def _add_runner(self, transformer: CachedTransformer, method: Method[Any]) -> Runner:
-        runner = self._runners[transformer, type(method)] = method.make_runner(transformer)
-        return runner
 
     # One generation
 
