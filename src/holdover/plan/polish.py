@@ -112,10 +112,7 @@ class WeightFitter:
 
 
 class RealPathFit(PlanMethod):
-    """Runs a schedule and fits the weights of each held step when it comes, next to the outputs of the uncached run.
-
-    Branches have weights of their own unless `tie` is None.
-    """
+    """Runs a schedule and fits the weights of each held step when it comes; for each branch unless `tie` is None."""
 
     follows = True
     observes = True
@@ -178,10 +175,8 @@ class _LocalSearch:
     """Tries plans on the model, each once: first where to start, then the tie, then moving one step at a time."""
 
     def __init__(self, profile: Profile, scheduler: str, fitter: WeightFitter, judge: Trials, bar: Any) -> None:
-        self._profile, self._scheduler = profile, scheduler
-        self._fitter, self._judge, self._bar = fitter, judge, bar
-        self._plans: dict[Option, MeasuredPlan] = {}
-        self._scores: dict[Option, float] = {}
+        self._profile, self._scheduler, self._fitter, self._judge, self._bar = profile, scheduler, fitter, judge, bar
+        self._tried: dict[Option, tuple[float, MeasuredPlan]] = {}
 
     def run(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, MeasuredPlan]:
         """The best plan found and its score."""
@@ -195,26 +190,24 @@ class _LocalSearch:
             moved = [(other, tie) for other in neighbors(computed, len(facts.noise), facts.starts)]
             order.shuffle(moved)
             better = next((m for m in self._allowed(moved) if self._score(m) > self._score(best)), None)
-        return self._score(best), self._plans[best]
+        return self._tried[best]
 
     def _allowed(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that were tried already, and others while trials are left; at least one is tried."""
         for option in options:
-            if option in self._plans or len(self._plans) < max(self._bar.total, 1):
+            if option in self._tried or len(self._tried) < max(self._bar.total, 1):
                 yield option
 
     def _score(self, option: Option) -> float:
-        if option not in self._plans:
+        if option not in self._tried:
             (computed, tie), facts = option, self._profile.facts
             branches, weights = () if tie is None else facts.branches, self._fitter.fit(computed, tie)
-            plan = MeasuredPlan(
-                facts.noise, self._scheduler, computed, weights, "polished", 0.0, branches, facts.guidance
-            )
+            origin = (facts.noise, self._scheduler, computed)
+            plan = MeasuredPlan(*origin, weights, "polished", 0.0, branches, facts.guidance)
             values, _ = self._judge.run(_with_schedule(self._profile, plan), "psnr", computed)
-            self._plans[option] = replace(plan, psnr=min(fmean(values), PSNR_CAP))
-            self._scores[option] = _score(values)
+            self._tried[option] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
             self._bar.update()
-        return self._scores[option]
+        return self._tried[option][0]
 
 
 def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:
