@@ -64,10 +64,9 @@ def polish(
 ) -> Profile:
     """The profile with a plan for `budget` computed steps that was improved by trials on the model.
 
-    Weights are fitted along the real path of the plan, on a batch of `batch_size` images of the first half of the
-    prompts. First the planner's other schedules are tried, then single steps of the best one are moved. Every plan is
-    judged by the mean PSNR and the mean of the worst tenth on the second half. If no plan is better than the profile's
-    own, the profile is returned unchanged.
+    Weights are fitted on a batch of `batch_size` images of the first half of the prompts. First the planner's other
+    schedules are tried, then single steps of the best one are moved. Every plan is judged by the mean PSNR and the mean
+    of the worst tenth on the second half. If none is better than the profile's own, the profile is unchanged.
     """
     chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
     search, facts = search_profile(profile), profile.facts

@@ -86,7 +86,7 @@ class GapCosts:
         self._cache: dict[Pair, list[float]] = {}
 
     def after(self, previous: int, last: int) -> list[float]:
-        """Costs of the gap after computed steps `previous` (-1: none) and `last`, indexed by the distance to the next."""
+        """Costs of the gap after computed steps `previous` (-1: none) and `last`, by the distance to the next one."""
         if (previous, last) in self._cache:
             return self._cache[previous, last]
         gram = self._gram
