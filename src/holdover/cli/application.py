@@ -1,7 +1,4 @@
-"""The application with what its commands share, and the commands that show what there is: methods, models, info.
-
-Nothing in this package imports torch until a command needs it.
-"""
+"""The application with what its commands share, and the commands that show what there is: methods, models, info."""
 
 from __future__ import annotations
 
@@ -79,10 +76,8 @@ def load_pipeline(model: str) -> Any:
         if model in MODELS:
             return load(model).to(device)
         emoji = index.exists() and json.loads(index.read_text("utf-8")).get("_class_name") == EmojiPipeline.__name__
-        pipe = (EmojiPipeline if emoji else DiffusionPipeline).from_pretrained(
-            model, dtype=dtype, local_files_only=Path(model).is_dir(), use_safetensors=True
-        )
-        return pipe.to(device)
+        options = {"dtype": dtype, "local_files_only": Path(model).is_dir(), "use_safetensors": True}
+        return (EmojiPipeline if emoji else DiffusionPipeline).from_pretrained(model, **options).to(device)
     except (OSError, ValueError, AttributeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"Cannot load {model!r}: {first}") from None
@@ -96,12 +91,11 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+
+
 @app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
+def root(version: Annotated[bool, _VERSION] = False) -> None:
     """Options of the application itself."""
 
 

@@ -48,10 +48,8 @@ def generate(
         from ..metrics import as_images, each, psnr
 
         check_positive(num=num)
-        prompt = expand_prompt(model, prompt)
-        given = parse_settings(settings or [])
-        method = MethodCandidate(cache, tuple(given.items()))
-        seeds = tuple(range(seed, seed + num))
+        prompt, given = expand_prompt(model, prompt), parse_settings(settings or [])
+        method, seeds = MethodCandidate(cache, tuple(given.items())), tuple(range(seed, seed + num))
         spec = Comparison((prompt,), (method,), seeds, steps, guidance, warmup=2 if compare else 0)
         prepare_folder(out)
         pipe = load_pipeline(model)
@@ -137,17 +135,14 @@ def compare(
             values["methods"] = [method for method in selector.methods() if method != "none"]
         if isinstance(values.get("prompts"), list):
             values["prompts"] = [expand_prompt(name, str(prompt)) for prompt in values["prompts"]]
-        spec = from_mapping(values)
+        spec = from_mapping(values)  # checked before the model is loaded
         run_and_report(load_pipeline(name), spec, folder)
 
 
 def run_and_report(
     pipe: Any, spec: Comparison, folder: Path, page: Path | None = None, prediction: Prediction | None = None
 ) -> None:
-    """Run a comparison with progress on the terminal, and write its report into the folder, or to `page`.
-
-    With a `prediction`, the report shows the PSNR that was expected of plans next to the measured one.
-    """
+    """Run a comparison with progress on the terminal, and write its report into the folder, or to `page`."""
     from ..compare import compare as run_comparison
     from ..report import write_report
 
@@ -170,11 +165,9 @@ def _terminal_progress(pipe: Any) -> ProgressCallback:
             pipe.set_progress_bar_config(desc=f"{label:<28}", leave=False)
 
         def on_finish(self, row: Row, results: Results) -> None:
-            if row.error is not None:
-                text = f"failed: {row.error}"
-            else:
-                speed = "" if row.kind == "reference" else f"  {results.speedup(row):5.2f}x"
-                text = f"{row.mean_seconds:6.2f} s per image{speed}"
+            text = f"failed: {row.error}" if row.error is not None else f"{row.mean_seconds:6.2f} s per image"
+            if row.error is None and row.kind != "reference":
+                text += f"  {results.speedup(row):5.2f}x"
             print_line(f"{row.label:<28} {text}{'' if row.label in started else '  (from an earlier run)'}")
 
     return TerminalProgress()
@@ -319,6 +312,4 @@ def expand_prompt(model: str, prompt: str) -> str:
     from ..zoo.emoji import STYLES, caption
 
     subject, comma, style = (part.strip() for part in prompt.rpartition(","))
-    if comma and (style in STYLES or style.endswith("style")):
-        return caption(subject, style)
-    return prompt
+    return caption(subject, style) if comma and (style in STYLES or style.endswith("style")) else prompt

@@ -26,8 +26,7 @@ def serve(ray: bool = False, **flags: Any) -> None:
                 raise ConfigError(f"--{field.name.replace('_', '-')} is for many replicas: say --ray as well.")
         settings = RaySettings(**flags) if ray else Settings(**flags)
         needed = (*_SERVER_PACKAGES, "ray") if ray else _SERVER_PACKAGES
-        missing = [name for name in needed if importlib.util.find_spec(name) is None]
-        if missing:
+        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             extra = "ray" if ray else "server"
             raise ConfigError(f"The server needs {', '.join(missing)}: pip install 'holdover[{extra}]'.")
         settings.check_cache()
@@ -53,9 +52,7 @@ def _make_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
     allowed = allowed_values(field)
     text = f"{field.metadata['doc']} ({allowed})" if allowed else field.metadata["doc"]
     text = text[0].upper() + text[1:] + "."
-    default: Any = field.default
-    if isinstance(default, tuple):
-        default, hint = list(default), list[str]
+    default, hint = (list(field.default), list[str]) if isinstance(field.default, tuple) else (field.default, hint)
     option = typer.Argument(help=text) if field.name == "model" else typer.Option(help=text)
     return _keyword(field.name, default, Annotated[hint, option])
 

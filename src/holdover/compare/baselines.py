@@ -30,11 +30,7 @@ from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, St
 
 
 class SecondOrderScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """DPM-Solver++(2M) of diffusers on the sigmas of FlowMatchEulerDiscreteScheduler.
-
-    The pipeline passes the same arguments as to its own scheduler, so shift, resolution and custom sigmas are the same;
-    only the update differs, which uses two velocities.
-    """
+    """DPM-Solver++(2M) of diffusers on the sigmas of FlowMatchEulerDiscreteScheduler: only the update differs."""
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
     def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
@@ -102,10 +98,7 @@ def _record_strips(pipe: Any, transformers: list[nn.Module]) -> Iterator[Callabl
 
     A forward counts as computed if the attention of the last block ran, which no hook on a block can pretend.
     """
-    queries = [
-        [module for name, module in transformer.named_modules() if _QUERY.fullmatch(name)]
-        for transformer in transformers
-    ]
+    queries = [[module for name, module in t.named_modules() if _QUERY.fullmatch(name)] for t in transformers]
     letters: list[str] = []
 
     def add_held(*_: Any) -> None:
@@ -133,8 +126,7 @@ def _record_strips(pipe: Any, transformers: list[nn.Module]) -> Iterator[Callabl
 
 # The frontier: plans, every other method at several settings, and fewer steps with both solvers.
 
-SPEED_UPS = (6, 5, 4, 3, 2.5, 2)
-"""The speed-ups at which plans, uniform holding and fewer steps are compared; other methods have thresholds."""
+SPEED_UPS = (6, 5, 4, 3, 2.5, 2)  # at which plans, uniform holding and fewer steps are compared
 _THRESHOLD_STEPS = 50  # the thresholds below are for this number of steps: with fewer, each step changes more
 _TEA_CACHE = (0.02, 0.05, 0.1, 0.16)
 _MAG_CACHE = ((0.06, 2, 0.2), (0.2, 4, 0.1), (0.7, 5, 0.06), (0.7, 8, 0.06))  # threshold, longest hold, retention

@@ -31,9 +31,8 @@ MetricValue = Annotated[float, BeforeValidator(none_to_infinite)]
 class Row:
     """The measurements of one candidate over all images, or the error it failed with.
 
-    `seconds` and `values` have one entry per image; `strips` has one letter per forward (`C` computed, `h` held) of the
-    first batch, by branch; `computed` and `held` count the forwards of one generation, as the mean over the batches.
-    `images` and `differences` are paths within the folder of the comparison.
+    `seconds` and `values` have one entry per image; `strips`, one letter per forward (`C` computed, `h` held) of the
+    first batch; `computed` and `held` are counts of one generation, the mean over batches. Paths are within the folder.
     """
 
     candidate: dict[str, Any]
@@ -148,10 +147,7 @@ class Results:
 
 
 class Folder:
-    """The folder of a comparison: `results.json`, the float reference, and a PNG of each image and difference.
-
-    A comparison that was interrupted resumes from it.
-    """
+    """The folder of a comparison: `results.json`, the float reference, and a PNG of each image and difference."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)

@@ -53,9 +53,8 @@ def compare(
     if find_cache(pipe) is not None:
         raise ConfigError("There is a cache on this pipeline; disable it before comparing.")
     check_pipeline(pipe, spec)
-    if isinstance(folder, (Path, str)):
-        folder = Folder(folder)
     if folder is not None:
+        folder = folder if isinstance(folder, Folder) else Folder(folder)
         folder.prepare()
     return _Run(pipe, spec, folder, callback or ProgressCallback()).run()
 
@@ -64,8 +63,7 @@ class ReferenceMetrics:
     """Every available metric of outputs against the reference images, on the device of the pipeline."""
 
     def __init__(self, reference: torch.Tensor, output_type: str, device: torch.device) -> None:
-        self.latent = output_type == "latent"
-        self.device = device
+        self.latent, self.device = output_type == "latent", device
         self._range = (float(reference.min()), float(reference.max()))
         self.reference = self.to_images(reference)
         self.unavailable: dict[str, str] = {}
@@ -186,22 +184,13 @@ class _Run:
         steps = candidate.steps if isinstance(candidate, FewerSteps) else self.spec.steps
         output, seconds, decisions = self._generate(candidate, steps)
         images, entry = metrics.to_images(output), candidate.as_dict()
-        saved: dict[str, Any] = {}
+        saved: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         if self.folder is not None and not metrics.latent:
-            saved["images"] = self.folder.save_images(entry, images)
-            saved["differences"] = self.folder.save_differences(entry, images, metrics.reference)
-        return Row(
-            entry,
-            seconds,
-            steps,
-            decisions.mean_count("C"),
-            decisions.mean_count("h"),
-            dict(decisions.strips[0]) if decisions.strips else {},
-            decisions.bytes_held,
-            metrics.measure(images),
-            notes=decisions.notes,
-            **saved,
-        )
+            differences = self.folder.save_differences(entry, images, metrics.reference)
+            saved = self.folder.save_images(entry, images), differences
+        counts, values = (decisions.mean_count("C"), decisions.mean_count("h")), metrics.measure(images)
+        strips = dict(decisions.strips[0]) if decisions.strips else {}
+        return Row(entry, seconds, steps, *counts, strips, decisions.bytes_held, values, *saved, decisions.notes)
 
     def _generate(self, candidate: Candidate | None, steps: int) -> tuple[torch.Tensor, tuple[float, ...], _Decisions]:
         """All images with a candidate or uncached, the seconds that each took, and what was computed and held."""
@@ -253,10 +242,7 @@ def apply_candidate(pipe: Any, candidate: Candidate | None) -> Iterator[StripSou
 def generate_images(
     pipe: Any, spec: Comparison, steps: int, after_batch: Callable[[int], None] = lambda done: None
 ) -> tuple[torch.Tensor, tuple[float, ...]]:
-    """Generate every prompt with every seed: all images on the CPU, and the seconds that each took.
-
-    The noise of an image depends on its seed, not on its batch. `after_batch` gets the number of images so far.
-    """
+    """Generate every prompt with every seed: all images on the CPU, and the seconds that each took."""
     outputs, seconds = [], []
     clock = time.process_time if spec.clock == "cpu" else time.perf_counter
     for start in range(0, len(spec.images), spec.batch_size):
@@ -288,8 +274,8 @@ def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> Non
         return tensors
 
     whole = whole or spec.warmup >= steps or "callback_on_step_end" not in keywords_of(pipe)[0]
+    more = {} if whole else {"callback_on_step_end": stop}
     with suppress(WarmupDone):
-        more = {} if whole else {"callback_on_step_end": stop}
         _generate_batch(pipe, spec, steps, spec.images[: spec.batch_size], **more)
 
 

@@ -54,8 +54,7 @@ class MethodCandidate:
     def _json_settings(self) -> dict[str, Any]:
         """The given settings, checked, after a round trip through JSON: what is read equals what was written."""
         values = own_config(self.name, dict(self.settings)).as_dict()
-        plain: dict[str, Any] = json.loads(json.dumps({key: values[key] for key, _ in self.settings}))
-        return plain
+        return dict(json.loads(json.dumps({key: values[key] for key, _ in self.settings})))
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,8 @@ class FewerSteps:
 class Custom:
     """Any other candidate: `context(pipe)` returns a context manager, and images are generated inside it.
 
-    What the context manager yields reports the computed steps: a holdover cache, a function that returns a strip for
-    each branch (`{"cond": "ChhC"}`) of the latest generation, or None where they are unknown. The label identifies the
-    candidate in result files.
+    It yields what reports the computed steps: a holdover cache, a function that returns a strip for each branch
+    (`{"cond": "ChhC"}`) of the latest generation, or None. The label identifies the candidate in result files.
     """
 
     label: str
@@ -173,32 +171,24 @@ class Comparison:
             labels.add(candidate.label)
         if not self.seeds:
             raise ConfigError("seeds must have at least 1 item.")
-        for seed in self.seeds:
-            _check_whole("seeds", seed, 0)
-        _check_whole("steps", self.steps, 1)
-        _check_whole("batch_size", self.batch_size, 1)
-        _check_whole("warmup", self.warmup, 0)
+        seeds = [("seeds", seed, 0) for seed in self.seeds]
+        for limit in (*seeds, ("steps", self.steps, 1), ("batch_size", self.batch_size, 1), ("warmup", self.warmup, 0)):
+            _check_whole(*limit)
         number = isinstance(self.guidance, (int, float)) and not isinstance(self.guidance, bool)
         if self.guidance is not None and not (number and math.isfinite(self.guidance) and self.guidance >= 0):
             raise ConfigError(f"guidance must be a finite number of at least 0, not {self.guidance!r}.")
-        if self.output not in ("pt", "latent"):
-            raise ConfigError(f"output must be 'pt' or 'latent', not {self.output!r}.")
-        if self.clock not in ("wall", "cpu"):
-            raise ConfigError(f"clock must be 'wall' or 'cpu', not {self.clock!r}.")
+        for name, value, a, b in (("output", self.output, "pt", "latent"), ("clock", self.clock, "wall", "cpu")):
+            if value not in (a, b):
+                raise ConfigError(f"{name} must be {a!r} or {b!r}, not {value!r}.")
         if not isinstance(self.baselines, bool):
             raise ConfigError(f"baselines must be true or false, not {self.baselines!r}.")
-        object.__setattr__(self, "arguments", self._sort_arguments())
-
-    def _sort_arguments(self) -> tuple[tuple[str, Any], ...]:
-        """The arguments ordered by name, from a mapping or from pairs."""
         try:
-            pairs = tuple(sorted(dict(self.arguments).items()))
+            object.__setattr__(self, "arguments", tuple(sorted(dict(self.arguments).items())))
         except (TypeError, ValueError):
             raise ConfigError(f"arguments must be a mapping of names to values, not {self.arguments!r}.") from None
-        for key, _ in pairs:
+        for key, _ in self.arguments:
             if key in _RESERVED:
                 raise ConfigError(f"{key!r} is set by the comparison itself and cannot be an argument.")
-        return pairs
 
     @property
     def images(self) -> tuple[tuple[str, int], ...]:
@@ -209,8 +199,7 @@ class Comparison:
         """Everything but the choice of rows, as plain JSON values: rows with equal settings can share a table."""
         names = [field.name for field in fields(self) if field.name not in ("candidates", "baselines")]
         values = {name: getattr(self, name) for name in names} | {"arguments": dict(self.arguments)}
-        plain: dict[str, Any] = json.loads(json.dumps(values))
-        return plain
+        return dict(json.loads(json.dumps(values)))
 
 
 def from_mapping(values: Mapping[str, Any]) -> Comparison:

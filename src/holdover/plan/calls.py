@@ -47,10 +47,16 @@ class Caller:
 
     def __call__(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
         """Generate one image for each prompt, in one batch; float images, or None if the output is not an image."""
+        if all(isinstance(prompt, str) for prompt in prompts):
+            own: Mapping[str, Any] = {"prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
+        elif len(prompts) > 1:
+            raise ConfigError("Prompts that are keywords of a call are generated one at a time: use batch_size=1.")
+        else:
+            own = dict(prompts[0])  # type: ignore[arg-type]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         shared = {"num_inference_steps": self.steps, "output_type": "pt", **guidance, **self.settings}
-        call = {**shared, **_prompt_keywords(prompts), "generator": generators if len(seeds) > 1 else generators[0]}
+        call = {**shared, **own, "generator": generators if len(seeds) > 1 else generators[0]}
         known, any_other = keywords_of(self.pipe)
         accepted = {k: v for k, v in call.items() if any_other or k in known or k in self.settings}
         with torch.no_grad(), _without_progress_bars(self.pipe):
@@ -62,10 +68,7 @@ class Caller:
 
 
 def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
-    """The keywords of a pipeline's `__call__`, and whether it accepts any other keyword.
-
-    A `__call__` with `**options` passes them on to its base class, so the base class's keywords count as well.
-    """
+    """The keywords of a pipeline's `__call__` and of bases it passes `**options` to, and whether any other is taken."""
     found: set[str] = set()
     for cls in (c for c in type(pipe).__mro__ if "__call__" in vars(c)):
         parameters = inspect.signature(vars(cls)["__call__"]).parameters.values()
@@ -73,14 +76,6 @@ def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             return frozenset(found), False
     return frozenset(found), True
-
-
-def _prompt_keywords(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    if all(isinstance(prompt, str) for prompt in prompts):
-        return {"prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
-    if len(prompts) > 1:
-        raise ConfigError("Prompts that are keywords of a call are generated one at a time: use batch_size=1.")
-    return dict(prompts[0])  # type: ignore[arg-type]
 
 
 def make_batches(prompts: Sequence[Prompt], size: int, seed: int) -> list[Batch]:
@@ -126,10 +121,9 @@ def prompts_from_file(path: str | Path) -> list[str]:
     """The prompts in a text file, one on each line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"No prompts could be read from {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"No prompts could be read from {path}: it is not text.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"No prompts could be read from {path}: {reason}.") from None
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"There are no prompts in {path}: write one on each line.")

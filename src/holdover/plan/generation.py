@@ -36,9 +36,8 @@ _SAMPLES = 8  # values of each parameter that enter the fingerprint
 
 def facts_of(transformer: nn.Module) -> ModelIdentity:
     """What a profile records about the transformer it was measured on."""
-    return ModelIdentity(
-        get_module_class(transformer).__name__, fingerprint(transformer), dtype_of(transformer), adapters(transformer)
-    )
+    name = get_module_class(transformer).__name__
+    return ModelIdentity(name, fingerprint(transformer), dtype_of(transformer), adapters(transformer))
 
 
 def fingerprint(transformer: nn.Module) -> str:
@@ -78,8 +77,7 @@ def resolve_profile(profile: Profile | str | None, transformer: nn.Module) -> Pr
     if isinstance(profile, Profile):
         return profile
     if profile is None:
-        name = get_module_class(transformer).__name__
-        models = [(one, model) for one in measured() for _, model in one.facts.models]
+        name, models = get_module_class(transformer).__name__, [(p, m) for p in measured() for _, m in p.facts.models]
         same_class = [(one, model) for one, model in models if model.transformer_class == name]
         current = fingerprint(transformer) if same_class else ""
         return next((one for one, model in same_class if model.fingerprint == current), None)
@@ -100,9 +98,8 @@ def check_profile(profile: Profile, name: str, transformer: nn.Module) -> None:
     recorded, current = dict(profile.facts.models).get(name), facts_of(transformer)
     if recorded is None or recorded.transformer_class != current.transformer_class:
         known = ", ".join(f"{name} ({model.transformer_class})" for name, model in profile.facts.models)
-        raise ProfileError(
-            f"Profile {profile.name!r} was measured on {known}, not on this {current.transformer_class}."
-        )
+        here = current.transformer_class
+        raise ProfileError(f"Profile {profile.name!r} was measured on {known}, not on this {here}.")
     if recorded.fingerprint != current.fingerprint or recorded.adapters != current.adapters:
         difference = "with other adapters" if recorded.fingerprint == current.fingerprint else "on other weights"
         warnings.warn(
@@ -115,10 +112,9 @@ def check_profile(profile: Profile, name: str, transformer: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GenerationSpec:
-    """What a generation runs: noise levels, steps, scheduler, guidance and adapters, known before its first step.
+    """What a generation runs, known before its first step.
 
-    `ranges` has the first and last step that run: one pair, or one for each of two experts. `response` says how much of
-    each scheduler input is in each latent.
+    `ranges` has the first and last step of each expert; `response`, how much of each scheduler input is in each latent.
     """
 
     noise: Array
@@ -141,10 +137,9 @@ class GenerationSpec:
     @cached_property
     def newton(self) -> Newton:
         """Extrapolation in the noise level, or in the step index where two levels are equal (Heun)."""
-        levels = self.noise.tolist()
-        return Newton(
-            NEWTON_DEPTH, tuple(levels if len(set(levels)) == len(levels) else map(float, range(len(levels))))
-        )
+        levels: list[float] = self.noise.tolist()
+        distinct = len(set(levels)) == len(levels)
+        return Newton(NEWTON_DEPTH, tuple(levels if distinct else map(float, range(len(levels)))))
 
 
 def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> GenerationSpec:
@@ -183,10 +178,9 @@ def euler_response(noise: Array, first: int = 0) -> Array:
 
 
 def scheduler_response(scheduler: Any, grid: Grid) -> Array | None:
-    """The response R of any scheduler, found by running a copy of it on unit vectors; None if it is not linear.
+    """The response R of any scheduler, found by running a copy of it on unit vectors, from the grid's first step on.
 
-    Call it after `set_timesteps` and before the first step; a scheduler in the middle of a generation gives None. Steps
-    before the grid's first do not run: the latent starts there.
+    None if it is not linear, or in the middle of a generation.
     """
     if getattr(scheduler, "step_index", None) is not None:
         return None
@@ -219,8 +213,7 @@ def _run_scheduler(scheduler: Any, grid: Grid, basis: torch.Tensor) -> torch.Ten
 class Preconditioning:
     """How a pipeline turns the model's output F and the latent x into the scheduler's input, scale F + carry x.
 
-    Cosmos, for example, passes (F + x) / (1 + sigma). Held is F, so plans are made of F; latents are linear in F all
-    the same, with another response. Both fields have one value for each step.
+    Cosmos passes (F + x) / (1 + sigma). Held is F, so plans are made of F. Both fields have one value for each step.
     """
 
     scale: Array

@@ -66,8 +66,7 @@ def calibrate(
     A prompt is a text or the keywords of one call; the default is four prompts of a built-in list. `batch_size` prompts
     are generated at once, and `call` is passed to every call of the pipeline. `store` is where the outputs of a
     generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures residuals,
-    for plans that hold those. Each generation is followed by one that computes a sixth of the steps, so the whole costs
-    about a fifth more than the generations alone.
+    for plans that hold those. The whole costs about a fifth more than the generations alone.
     """
     chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
     if not chosen:
@@ -144,10 +143,7 @@ class Probe(PlanMethod):
 
 
 def error_growth(reference: TrajectoryRecord, probe: Probe, model: ErrorModel, spec: GenerationSpec) -> Array:
-    """(batch, N+1): log of the probe's real over its simulated squared error, before each step and at the end.
-
-    It is measured at computed steps that follow held ones and at the end, and interpolated between them.
-    """
+    """(batch, N+1): log of the probe's real over its simulated squared error, interpolated between computed steps."""
     anchors = {step: before[-NEWTON_DEPTH:] for step, before in held_steps(probe.computed, spec.ranges).items()}
     simulated = model.latent_errors({step: Weights(a, spec.newton.weights(step, a)) for step, a in anchors.items()})
     knots = [step for step in probe.computed if step and step - 1 not in probe.computed] + [model.steps]
@@ -176,7 +172,6 @@ class _CalibrationSession:
         announce = None if self._mixes else partial(self._announce, bar)
         with TrajectoryRecord(self._store, keep, announce=announce) as reference:
             images, spec = self._run_uncached(reference, batch)
-            self._check_steps(reference.steps, spec)
             bar.update()
             mix = find_mix(reference.branches, reference.outputs, reference.latents)
             for name, grams in reference.residual_grams().items():
@@ -201,13 +196,13 @@ class _CalibrationSession:
         """State the memory that the trajectories take, before it is used."""
         count, size = 5 * (self._caller.steps + 1), latent.numel() * 4 / 1e6
         text = f"keeping up to {count} latents of {size:.1f} MB: {count * size:.0f} MB, store={self._store!r}"
-        if bar.disable:
-            logger.info(text)
-        else:
-            bar.write(text)
+        (logger.info if bar.disable else bar.write)(text)
 
     def _run_uncached(self, record: TrajectoryRecord, batch: Batch) -> tuple[torch.Tensor | None, GenerationSpec]:
-        """An uncached run that records the blocks, or the outputs alone if the blocks cannot be held."""
+        """An uncached run that records the blocks, or the outputs alone if the blocks cannot be held.
+
+        Every run must make all steps of the same noise levels.
+        """
         blocks = self._blocks_supported
         method = BlockRecorder(record, self._signals, self._ratios) if blocks else OutputRecorder(record)
         try:
@@ -219,24 +214,22 @@ class _CalibrationSession:
             self._blocks_supported = False
             record.clear()
             return self._run_uncached(record, batch)
-        if method.spec is None:
+        spec = method.spec
+        if spec is None:
             raise HoldoverError("The pipeline did not call its transformer: there is nothing to measure.")
-        return images, method.spec
-
-    def _run(self, method: Method[Any], batch: Batch) -> torch.Tensor | None:
-        with self._engine.use(method):
-            return self._caller(*batch)
-
-    def _check_steps(self, steps: int, spec: GenerationSpec) -> None:
-        """Every generation must run all steps of the same noise levels."""
-        if steps != len(spec.noise):
+        if record.steps != len(spec.noise):
             raise HoldoverError(
-                f"The scheduler has {len(spec.noise)} steps and made {steps}: calibrate a pipeline that "
+                f"The scheduler has {len(spec.noise)} steps and made {record.steps}: calibrate a pipeline that "
                 "runs each of them once, from noise."
             )
         if self._spec is not None and not np.array_equal(self._spec.noise, spec.noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")
         self._spec = spec
+        return images, spec
+
+    def _run(self, method: Method[Any], batch: Batch) -> torch.Tensor | None:
+        with self._engine.use(method):
+            return self._caller(*batch)
 
     def profile(self, name: str, prompts: Sequence[Prompt]) -> Profile:
         """All measurements with their provenance."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -50,8 +50,7 @@ _CACHED_KINDS = 32  # kinds of generation whose plans are kept
 class Guard:
     """Watches the outputs of one generation; `usual` is the median and the largest ratio in the calibration.
 
-    Ratios are copied to the host asynchronously and read one step later. Over several ranks the ratio is the largest of
-    all ranks, and all ranks read it at the same step.
+    Ratios are read one step later. Over several ranks all read the largest, at the same step.
     """
 
     def __init__(
@@ -79,10 +78,7 @@ class Guard:
         self._outputs.append((step, output))
 
     def is_alarmed(self) -> bool:
-        """Read the ratios that have arrived since the last call; True if one is far above those measured.
-
-        Over several ranks, all ratios but those of the current step are read.
-        """
+        """Read the ratios that have arrived (over ranks, those before this step); True if one is far above usual."""
         if not self._groups.all or all(ratio.immediate for ratio in self._pending):
             due = sum(1 for _ in takewhile(lambda ratio: ratio.ready, self._pending))
         else:
@@ -100,10 +96,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class PlanPredictor:
-    """Predicts held steps of one branch with the weights of a plan, or with Newton where the anchors differ.
-
-    `planned` returns the weights of a held step: the guard may add computed steps while the generation runs.
-    """
+    """Predicts held steps of one branch with the weights `planned` returns, or with Newton where anchors differ."""
 
     planned: Callable[[int], Weights | None]
     branch: int
@@ -254,24 +247,19 @@ class PlanMethod(Method[PlanConfig]):
 
     def _make_guard(self, problem: PlanProblem) -> Guard | None:
         """A guard for one generation; None without measured ratios, or on a finer grid than was measured."""
-        if self._profile is None or problem.measurements is None or not self._profile.facts.surprise:
+        facts, measurements = None if self._profile is None else self._profile.facts, problem.measurements
+        if facts is None or measurements is None or not facts.surprise or measurements.steps > len(facts.noise):
             return None
-        if problem.measurements.steps > len(self._profile.facts.noise):
-            return None
-        usual, largest = self._profile.facts.surprise
-        return Guard(problem.measurements.merged, (usual, largest), self._transformers[0].groups)
+        usual, largest = facts.surprise
+        return Guard(measurements.merged, (usual, largest), self._transformers[0].groups)
 
     def _add_step(self, state: _GenerationState, step: int) -> None:
         """Compute one more step, in the middle of the next gap; a plan grows by a quarter at most."""
         computed = state.plan.computed
         if len(state.added) >= max(1, (len(computed) - len(state.added)) // 4):
             return
-        gap: list[int] = []
-        for later in range(step + 1, state.problem.spec.last + 1):
-            if later not in computed:
-                gap.append(later)
-            elif gap:
-                break
+        later = dropwhile(computed.__contains__, range(step + 1, state.problem.spec.last + 1))
+        gap = list(takewhile(lambda held: held not in computed, later))
         if gap:
             state.added.add(gap[len(gap) // 2])
             self._replan(state, tuple(sorted({*computed, *state.added})))

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -88,10 +88,7 @@ def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
 
 
 def search_profile(profile: Profile) -> ScheduleSearch:
-    """The schedule search on the grid that a profile was measured on, with Euler steps.
-
-    It finds schedules without a pipeline; the weights of a plan are fitted for the scheduler that runs.
-    """
+    """The schedule search on the grid that a profile was measured on, with Euler steps: it needs no pipeline."""
     noise, starts = np.array(profile.facts.noise), profile.facts.starts
     ranges = tuple((first, after - 1) for first, after in pairwise((*starts, len(noise))))
     search = plan_problem(GenerationSpec(noise, ranges, euler_response(noise)), profile).search
@@ -159,14 +156,11 @@ class Planner:
     def _choose(self, problem: PlanProblem) -> CandidateSchedule:
         """The schedule that the configuration asks for."""
         config, spec, search = self._config, problem.spec, problem.search
-        starts = {first for first, _ in spec.ranges}  # computed in any case
-        first = spec.ranges[0][0]
+        first, starts = spec.ranges[0][0], {first for first, _ in spec.ranges}  # starts are computed in any case
         if config.schedule is not None:
-            latest = max(config.schedule)
-            if latest > spec.last:
-                raise ConfigError(
-                    f"The schedule names step {latest}, but the last step of this generation is {spec.last}."
-                )
+            latest, last = max(config.schedule), spec.last
+            if latest > last:
+                raise ConfigError(f"The schedule names step {latest}, but the last step of this generation is {last}.")
             computed = tuple(sorted(starts | {step for step in config.schedule if step >= first}))
             return CandidateSchedule(computed, "given") if search is None else search.evaluate(computed, "given")
         if config.target is not None:
@@ -181,11 +175,7 @@ class Planner:
         return search.frontier[max(budget, len(spec.ranges))]
 
     def _choose_for_target(self, target: Target, problem: PlanProblem) -> CandidateSchedule:
-        """The fastest schedule that is certified for a target, else the fastest that is expected to meet it.
-
-        A certificate is valid for exactly the plan that was tried: same noise levels, scheduler, guidance, adapters,
-        schedule and weights.
-        """
+        """The fastest schedule certified for a target under these conditions, else the fastest expected to meet it."""
         assert problem.search is not None  # enabling for a target without a profile is refused
         assert self._profile is not None
         certified = [
@@ -231,10 +221,8 @@ def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
 
 def _stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
     """The weights of a schedule in a profile, which stores them in one sequence, by held step."""
-    values, weights = list(tried.weights), {}
+    values, weights = iter(tried.weights), {}
     for step, before in sorted(held_steps(tried.computed, ranges).items()):
         anchors = before[-DEPTH:]
-        count = len(anchors) * max(1, len(tried.branches))
-        weights[step] = Weights(anchors, tuple(values[:count]))
-        del values[:count]
+        weights[step] = Weights(anchors, tuple(islice(values, len(anchors) * max(1, len(tried.branches)))))
     return weights

@@ -64,10 +64,9 @@ def polish(
 ) -> Profile:
     """The profile with a plan for `budget` computed steps that was improved by trials on the model.
 
-    Weights are fitted along the real path of the plan, on a batch of `batch_size` images of the first half of the
-    prompts. First the planner's other schedules are tried, then single steps of the best one are moved. Every plan is
-    judged by the mean PSNR and the mean of the worst tenth on the second half. If no plan is better than the profile's
-    own, the profile is returned unchanged.
+    Weights are fitted on a batch of `batch_size` images of the first half of the prompts. First the planner's other
+    schedules are tried, then single steps of the best one are moved. Every plan is judged by the mean PSNR and the mean
+    of the worst tenth on the second half. If none is better than the profile's own, the profile is unchanged.
     """
     chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
     search, facts = search_profile(profile), profile.facts
@@ -112,10 +111,7 @@ class WeightFitter:
 
 
 class RealPathFit(PlanMethod):
-    """Runs a schedule and fits the weights of each held step when it comes, next to the outputs of the uncached run.
-
-    Branches have weights of their own unless `tie` is None.
-    """
+    """Runs a schedule and fits the weights of each held step when it comes; for each branch unless `tie` is None."""
 
     follows = True
     observes = True
@@ -178,10 +174,8 @@ class _LocalSearch:
     """Tries plans on the model, each once: first where to start, then the tie, then moving one step at a time."""
 
     def __init__(self, profile: Profile, scheduler: str, fitter: WeightFitter, judge: Trials, bar: Any) -> None:
-        self._profile, self._scheduler = profile, scheduler
-        self._fitter, self._judge, self._bar = fitter, judge, bar
-        self._plans: dict[Option, MeasuredPlan] = {}
-        self._scores: dict[Option, float] = {}
+        self._profile, self._scheduler, self._fitter, self._judge, self._bar = profile, scheduler, fitter, judge, bar
+        self._tried: dict[Option, tuple[float, MeasuredPlan]] = {}
 
     def run(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, MeasuredPlan]:
         """The best plan found and its score."""
@@ -195,26 +189,24 @@ class _LocalSearch:
             moved = [(other, tie) for other in neighbors(computed, len(facts.noise), facts.starts)]
             order.shuffle(moved)
             better = next((m for m in self._allowed(moved) if self._score(m) > self._score(best)), None)
-        return self._score(best), self._plans[best]
+        return self._tried[best]
 
     def _allowed(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that were tried already, and others while trials are left; at least one is tried."""
         for option in options:
-            if option in self._plans or len(self._plans) < max(self._bar.total, 1):
+            if option in self._tried or len(self._tried) < max(self._bar.total, 1):
                 yield option
 
     def _score(self, option: Option) -> float:
-        if option not in self._plans:
+        if option not in self._tried:
             (computed, tie), facts = option, self._profile.facts
             branches, weights = () if tie is None else facts.branches, self._fitter.fit(computed, tie)
-            plan = MeasuredPlan(
-                facts.noise, self._scheduler, computed, weights, "polished", 0.0, branches, facts.guidance
-            )
+            origin = (facts.noise, self._scheduler, computed)
+            plan = MeasuredPlan(*origin, weights, "polished", 0.0, branches, facts.guidance)
             values, _ = self._judge.run(_with_schedule(self._profile, plan), "psnr", computed)
-            self._plans[option] = replace(plan, psnr=min(fmean(values), PSNR_CAP))
-            self._scores[option] = _score(values)
+            self._tried[option] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
             self._bar.update()
-        return self._scores[option]
+        return self._tried[option][0]
 
 
 def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:

@@ -44,9 +44,8 @@ _LATENT_ROUNDING = 4e-6  # of the squared latent: what its own rounding may leav
 class TrajectoryRecord(ExitStack):
     """The trajectory of one run: latents and, as `keep` says, the model's outputs, mixed and by branch, and residuals.
 
-    Tensors are kept in float32 on the device, in host memory or on disk. `outputs` are what the scheduler got; with a
-    `preconditioning`, the model's own outputs. Residuals are those of one branch of each transformer. `announce` is
-    called with the first latent before it is kept. A context manager that frees all tensors.
+    A context manager that frees all tensors. `outputs` are what the scheduler got; with a `preconditioning`, the
+    model's own. `announce` is called with the first latent before it is kept.
     """
 
     def __init__(
@@ -228,8 +227,7 @@ def _find_linear_mix(grams: Array, branches: tuple[str, ...], steps: int) -> Bra
     """The mix, if it is the same at all steps; None if it does not explain what the scheduler got."""
     count, inner = len(branches), len(branches) * steps
     same_step = np.einsum("gbtct->bc", grams.reshape(-1, count + 1, steps, count + 1, steps))
-    basis = np.eye(count + 1)
-    mix, unexplained = _regress(basis[:-1], basis[-1], same_step)
+    mix, unexplained = _regress(np.eye(count + 1)[:-1], np.eye(count + 1)[-1], same_step)
     if unexplained > _UNEXPLAINED:
         return None
     if count == 1:
@@ -240,8 +238,8 @@ def _find_linear_mix(grams: Array, branches: tuple[str, ...], steps: int) -> Bra
 def _find_preconditioned_mix(grams: Array, branches: tuple[str, ...], steps: int) -> BranchMix | None:
     """The mix and the preconditioning, if the scheduler got scale_i (mix of outputs) + carry_i (latent) at step i.
 
-    Where a step is short, what the scheduler gets may be mostly rounding, which guidance amplifies. There, the
-    unexplained part only has to be small compared with the latent. A third of the steps must be explained without that.
+    Where a short step is mostly rounding, the unexplained part only has to be small compared with the latent. A third
+    of the steps must be explained without that.
     """
     count, inner, total = len(branches), len(branches) * steps, grams.sum(axis=0)
     by_step = [total[at : inner + 2 * steps : steps, at : inner + 2 * steps : steps] for at in range(steps)]

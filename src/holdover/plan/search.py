@@ -17,11 +17,11 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
-from .error_model import Array, ErrorModel, PlannerOptions, solve_ridge
+from .error_model import Array, ErrorModel, solve_ridge
 
 OTHER_LAST_GAP_FACTORS = (1.0, 2.0, 6.0)  # instead of the planner's own, for schedules that are tried on the model
 WINDOW_GROWTH = 1.6  # computed step k of K of a growing window lies at (k / (K - 1)) ** WINDOW_GROWTH of the way
@@ -86,19 +86,15 @@ class GapCosts:
         self._cache: dict[Pair, list[float]] = {}
 
     def after(self, previous: int, last: int) -> list[float]:
-        """Costs of the gap after computed steps `previous` (-1: none) and `last`, indexed by the distance to the next.
-
-        At distances 0 and 1 nothing is held and the cost is 0.
-        """
+        """Costs of the gap after computed steps `previous` (-1: none) and `last`, by the distance to the next one."""
         if (previous, last) in self._cache:
             return self._cache[previous, last]
         gram = self._gram
         anchors = [step for step in (previous, last) if step >= 0]
         held = np.arange(last + 1, self.steps)
-        normal: Array = gram[anchors][:, anchors]
         errors = np.zeros((len(held), self.steps))
         errors[np.arange(len(held)), held] = 1.0
-        errors[:, anchors] -= solve_ridge(normal, gram[anchors][:, held]).T
+        errors[:, anchors] -= solve_ridge(gram[np.ix_(anchors, anchors)], gram[anchors][:, held]).T
         summed = np.cumsum(self._reach[held][:, None] * errors, axis=0)
         costs = np.einsum("ti,ti->t", summed @ gram, summed)
         costs[-1:] *= self._last_gap_factor
@@ -164,16 +160,13 @@ class ScheduleSearch:
     @cached_property
     def frontier(self) -> dict[int, CandidateSchedule]:
         """The cheapest schedule for every number of computed steps."""
-        found = self._with_errors(_cheapest(self._costs, self.model.options))
-        return {len(candidate.computed): candidate for candidate in found}
+        found = _cheapest(self._costs, self.model.options.longest_gap)
+        return dict(zip(found, self._with_errors(list(found.values())), strict=True))
 
     def alternatives(self, count: int) -> list[tuple[int, ...]]:
         """Schedules with `count` computed steps worth trying on the model, the planner's own first."""
-        found = [self.frontier[count].computed]
-        for factor in OTHER_LAST_GAP_FACTORS:
-            others = _cheapest(self._gap_costs(factor), self.model.options)
-            found += [other.computed for other in others if len(other.computed) == count]
-        return list(dict.fromkeys(found))
+        others = (_cheapest(self._gap_costs(f), self.model.options.longest_gap) for f in OTHER_LAST_GAP_FACTORS)
+        return list(dict.fromkeys([self.frontier[count].computed, *(other[count].computed for other in others)]))
 
     def evaluate(self, computed: tuple[int, ...], origin: str) -> CandidateSchedule:
         """A given schedule with its cost and its expected error."""
@@ -199,24 +192,22 @@ class ScheduleSearch:
         ]
 
 
-def _cheapest(ranges: Sequence[GapCosts], options: PlannerOptions) -> list[CandidateSchedule]:
+def _cheapest(ranges: Sequence[GapCosts], longest_gap: int) -> dict[int, CandidateSchedule]:
     """The cheapest schedule for every number of computed steps, divided between the ranges at the lowest cost."""
     best: dict[int, CandidateSchedule] = {0: CandidateSchedule((), "")}
     for costs in ranges:
-        of_range = _cheapest_of_range(costs, options)
         joined: dict[int, CandidateSchedule] = {}
-        for a, first in best.items():
-            for b, second in of_range.items():
-                cost = first.cost + second.cost
-                if a + b not in joined or cost < joined[a + b].cost:
-                    joined[a + b] = CandidateSchedule(first.computed + second.computed, second.origin, cost)
+        for (a, first), (b, second) in product(best.items(), _cheapest_of_range(costs, longest_gap).items()):
+            cost = first.cost + second.cost
+            if a + b not in joined or cost < joined[a + b].cost:
+                joined[a + b] = CandidateSchedule(first.computed + second.computed, second.origin, cost)
         best = joined
-    return [candidate for _, candidate in sorted(best.items())]
+    return dict(sorted(best.items()))
 
 
-def _cheapest_of_range(costs: GapCosts, options: PlannerOptions) -> dict[int, CandidateSchedule]:
+def _cheapest_of_range(costs: GapCosts, longest_gap: int) -> dict[int, CandidateSchedule]:
     """For every number of computed steps, the cheapest of the schedule found and the fixed ones."""
-    found, length = cheapest_schedules(costs, options.longest_gap), costs.steps - costs.first
+    found, length = cheapest_schedules(costs, longest_gap), costs.steps - costs.first
     best = {}
     for count in range(1, length + 1):
         schedules = [(name, tuple(costs.first + s for s in steps)) for name, steps in fixed_schedules(length, count)]

@@ -128,18 +128,17 @@ def tune(
     candidates = _candidates(search_profile(profile).frontier, wanted, offset)
     tried: list[CandidateResult] = []
     trials = Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size)
-    total = len(trials.batches) * (1 + len(candidates))
 
     def passes(candidate: CandidateSchedule) -> bool:
         values, plan = trials.run(
             profile, wanted.metric, candidate.computed, bar.update, stop=lambda values: wanted.misses(values) > most
         )
-        expected = None if offset is None else candidate.psnr(offset)
-        passed = wanted.misses(values) <= most
+        expected, passed = None if offset is None else candidate.psnr(offset), wanted.misses(values) <= most
         tried.append(CandidateResult(candidate.computed, expected, tuple(values), passed, plan))
         return passed
 
-    with tqdm(total=total, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
+    runs = len(trials.batches) * (1 + len(candidates))
+    with tqdm(total=runs, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
         trials.generate_references(bar.update)
         best = fastest_passing(candidates, passes)
     if best is None:
@@ -172,8 +171,7 @@ def _held_back_prompts(
             raise ConfigError(f"{name} must lie between 0 and 1, not {value}.")
     used = max(GENERATIONS, profile.facts.prompts)
     chosen: list[Prompt] = list(built_in_prompts(pipe)[used:] if prompts is None else prompts)
-    least = fewest_prompts(share, confidence)
-    if len(chosen) < least:
+    if len(chosen) < (least := fewest_prompts(share, confidence)):
         raise ConfigError(
             f"{len(chosen)} held-back prompts cannot show that {share:.0%} of images meet a target with "
             f"{confidence:.0%} confidence: at least {least} are needed."
@@ -190,8 +188,7 @@ def _candidates(
     if offset is not None:
         safe = [count for count in budgets if frontier[count].psnr(offset) >= target.least + _MARGIN]
         slowest = min(safe, default=slowest)
-    chosen: list[CandidateSchedule] = []
-    count = float(slowest)
+    chosen, count = list[CandidateSchedule](), float(slowest)
     while count >= min(frontier):
         if not chosen or round(count) != len(chosen[-1].computed):
             chosen.append(frontier[round(count)])
@@ -217,9 +214,5 @@ def fewest_prompts(share: float, confidence: float) -> int:
 
 def fastest_passing(candidates: Iterable[T], passes: Callable[[T], bool]) -> T | None:
     """The last candidate, from slow to fast, before the first that does not pass."""
-    best = None
-    for candidate in candidates:
-        if not passes(candidate):
-            break
-        best = candidate
+    *_, best = (None, *itertools.takewhile(passes, candidates))
     return best

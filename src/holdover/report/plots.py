@@ -20,9 +20,7 @@ from ..profiles import Profile
 from ..selector import config_class, methods
 
 PLAN = "plan"
-BASELINES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}
-"""The series of the baselines and their names on the page."""
-
+BASELINES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}  # names on the page
 _BASELINE_COLORS = {"fewer_steps": "grey", "second_order": "slate"}
 _OTHER_COLORS = ("blue", "green", "brown", "pink", "olive")
 _INK, _FAINT = "#010203", "#040506"  # placeholders that the colors of the page replace
@@ -32,17 +30,11 @@ _STYLE: Any = {
     "font.size": 10,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "text.color": _INK,
-    "grid.color": _FAINT,
     "grid.alpha": 0.22,
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _FAINT),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "text.color"), _INK),
 }
 
 
@@ -74,8 +66,7 @@ def themed_figure(
 ) -> Iterator[tuple[Any, dict[str, str], Callable[[], str]]]:
     """A figure with a size in inches, the color of each series, and a function that returns it as an SVG element.
 
-    The colors are placeholders that become variables of the style sheet. The element has the font of the page and no
-    fixed size; `salt` makes its ids unique.
+    The colors become variables of the style sheet; `salt` makes the element's ids unique.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -126,8 +117,8 @@ def measure_points(results: Results) -> list[Point]:
     top = max((v for v in (row.summary("psnr").mean for row in rows) if math.isfinite(v)), default=50.0) + 5
     points = []
     for row in rows:
-        psnr, label = row.summary("psnr"), str(row.steps) if row.kind in BASELINES else row.label
-        speed = results.speedup(row)
+        psnr, speed = row.summary("psnr"), results.speedup(row)
+        label = str(row.steps) if row.kind in BASELINES else row.label
         points.append(Point(label, get_series(row), row.kind, speed, min(psnr.mean, top), min(psnr.worst, top)))
     return points
 
@@ -171,7 +162,6 @@ def _label_points(figure: Any, axes: Any, points: Sequence[Point], marks: dict[s
     inside = axes.get_window_extent()
     places = axes.transData.transform([(p.speed, p.mean) for p in points])
     taken = [Bbox([[x - 5, y - 5], [x + 5, y + 5]]) for x, y in places]
-
     for p in sorted(points, key=lambda p: (p.is_baseline, -p.mean)):
         font = {"weight": "normal", "size": 8} if p.is_baseline else {"weight": "bold", "size": 10}
         where: Any = {"xytext": (8, 4), "textcoords": "offset points", "color": marks[p.series]}
@@ -204,8 +194,7 @@ class Trial:
 class Prediction:
     """The frontier that a profile predicts: `psnr` is the 10th percentile of PSNR for every budget below all steps.
 
-    `trials` are the plans that were tried to meet `target`, `certified` is the number of computed steps of the plan
-    that is certified for it, and `words` describe the certificate.
+    `certified` is the number of computed steps of the plan that is certified for `target`; `words` describe it.
     """
 
     steps: int
@@ -247,10 +236,7 @@ Points = tuple[tuple[float, float], ...]  # computed steps and PSNR
 
 
 def measure_curves(results: Results) -> dict[str, Points]:
-    """The curve of every series: the best 10th percentile of PSNR at each number of computed steps, from few to many.
-
-    Rows without computed steps are left out; equal images are placed slightly above the best other.
-    """
+    """The curve of every series: the best 10th percentile of PSNR at each known number of computed steps."""
     found = [
         (get_series(row), row.computed_steps, row.summary("psnr").p10)
         for row in results.rows
@@ -273,9 +259,6 @@ def plot_prediction(results: Results, prediction: Prediction, width: float, heig
         left.set_title("predicted, from the profile alone", loc="left", size=11, weight="bold")
         count = len(results.reference.seconds)
         right.set_title(f"measured on {count} image{'' if count == 1 else 's'}", loc="left", size=11, weight="bold")
-        for axes in (left, right):
-            axes.tick_params(labelbottom=True, labelleft=True)
-            axes.set(xlabel=f"computed steps of {prediction.steps}", ylabel="PSNR, 10th percentile, dB")
         if prediction.psnr:
             line: Any = {"color": marks[PLAN], "ls": _DASHED, "lw": 2, "marker": "o", "ms": 4.5, "mew": 0}
             left.plot(*zip(*prediction.psnr, strict=True), **line)
@@ -286,6 +269,8 @@ def plot_prediction(results: Results, prediction: Prediction, width: float, heig
             _plot_certified(left, prediction, expected, marks[PLAN])
         _plot_measured(right, curves, prediction, marks)
         for axes in (left, right):
+            axes.tick_params(labelbottom=True, labelleft=True)
+            axes.set(xlabel=f"computed steps of {prediction.steps}", ylabel="PSNR, 10th percentile, dB")
             if prediction.target.metric == "psnr":
                 least = prediction.target.least
                 axes.axhline(least, color=_INK, lw=1, ls=(0, (2, 2)), alpha=0.75)
@@ -302,14 +287,9 @@ def _plot_measured(axes: Any, curves: dict[str, Points], prediction: Prediction,
     if prediction.psnr:
         axes.plot(*zip(*prediction.psnr, strict=True), color=color, ls=_DASHED, lw=1.2, alpha=0.6)
     for index, series in enumerate(sorted(curves, key=lambda series: series == PLAN)):
-        own = series == PLAN
-        style = (
-            {"lw": 2.6, "ms": 6, "marker": "o"}
-            if own
-            else {"lw": 1.3, "ms": 5, "marker": _SHAPES[index % len(_SHAPES)]}
-        )
-        style |= {"ls": _BASELINE_STYLES.get(series, "-"), "mew": 0, "color": marks[series]}
-        axes.plot(*zip(*curves[series], strict=True), **style)
+        width, size, marker = (2.6, 6, "o") if series == PLAN else (1.3, 5, _SHAPES[index % len(_SHAPES)])
+        style: Any = {"ls": _BASELINE_STYLES.get(series, "-"), "marker": marker, "mew": 0, "color": marks[series]}
+        axes.plot(*zip(*curves[series], strict=True), lw=width, ms=size, **style)
     for trial in prediction.trials if prediction.target.metric == "psnr" else ():
         if not math.isfinite(trial.p10):
             continue
@@ -343,8 +323,7 @@ def _label_curves(figure: Any, axes: Any, curves: dict[str, Points], marks: dict
         heights.append(max(psnr, heights[-1] + spacing) if heights else psnr)
     shift = (heights[-1] - psnr) / 2
     for height, (series, end) in zip(heights, ends.items(), strict=True):
-        color, weight = marks[series], "bold" if series == PLAN else "normal"
+        color, weight, name = marks[series], "bold" if series == PLAN else "normal", BASELINES.get(series, series)
         axes.plot([end[0], column], [end[1], height - shift], color=color, lw=0.6, alpha=0.6)
-        name = f" {BASELINES.get(series, series)}"
-        axes.text(column, height - shift, name, color=color, size=9, va="center", weight=weight)
+        axes.text(column, height - shift, f" {name}", color=color, size=9, va="center", weight=weight)
     axes.set_ylim(low, high)

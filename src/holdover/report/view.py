@@ -16,30 +16,21 @@ from ..errors import HoldoverError
 from ..metrics import METRICS
 from .plots import BASELINES, Prediction, assign_colors, get_series, plot_prediction, plot_speed
 
-MAX_IMAGES = 8
-"""Images of a row that the page shows."""
+MAX_IMAGES = 8  # of a row that the page shows
 _EMBEDDED, _UNCHANGED = 448, 160  # the largest side of an embedded image, and up to which side it is kept as it is
 
 
 def write_report(
     results: Results, folder: Path | str, name: Path | str = "report.html", prediction: Prediction | None = None
 ) -> Path:
-    """Write the report into the folder with the images of the comparison, or to an absolute `name`; return its path.
-
-    With a `prediction`, the predicted frontier of plans is shown next to the measured one.
-    """
+    """Write the report into the folder with the images of the comparison, or to an absolute `name`; return its path."""
     try:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise HoldoverError(f"The report needs {error.name}: pip install 'holdover[report]'.") from None
-    pages = Environment(
-        loader=PackageLoader("holdover.report", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("holdover.report", "page")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = pages.get_template("report.html").render(page=build_page(results, Path(folder), prediction))
     path = Path(folder) / name
     temporary = path.with_name(path.name + ".new")
@@ -100,8 +91,7 @@ def _describe_best(results: Results) -> str:
             psnr += f" ({instead.label} instead: {format_decibels(instead.summary('psnr').mean)})"
         return f"{row.label}: {results.speedup(row):.2f} times as fast, {psnr}."
 
-    fastest = max(cached, key=results.speedup)
-    closest = max(cached, key=lambda row: row.summary("psnr").mean)
+    fastest, closest = max(cached, key=results.speedup), max(cached, key=lambda row: row.summary("psnr").mean)
     lead = f"Fastest is {describe(fastest)}"
     return lead if closest is fastest else f"{lead} Closest to uncached is {describe(closest)}"
 
@@ -141,8 +131,7 @@ def _build_row(
 
 def _build_tiles(row: Row, results: Results, folder: Path) -> list[dict[str, str]]:
     """The images of a row with their differences, captions and descriptions."""
-    tiles = []
-    prompts = [prompt for prompt in results.settings["prompts"] for _ in results.settings["seeds"]]
+    tiles, prompts = [], [prompt for prompt in results.settings["prompts"] for _ in results.settings["seeds"]]
     for index, prompt in enumerate(prompts[: min(MAX_IMAGES, len(row.images))]):
         psnr = format_decibels(row.values["psnr"][index]) if "psnr" in row.values else ""
         tiles.append(
