@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cache_dit
 from cache_dit.caching import BlockAdapter, BlockAdapterRegister, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
@@ -41,6 +41,9 @@ class CacheDiTAdapterConfig:
     cached_adapter_cls: type[CachedAdapter] | None = None
     check_forward_pattern: bool = True
     has_separate_cfg: bool = False
+
+
+Adapter: TypeAlias = BlockAdapter | CacheDiTAdapterConfig
 
 
 class Patches:
@@ -178,19 +181,16 @@ def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)
-    unknown = UnsupportedModelError(
-        f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
-        "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, which "
-        "trace any transformer."
-    )
     pipe = FakeDiffusionPipeline(transformer)
     pipe.prior = transformer
-    if name is None:
-        raise unknown
     try:
         adapter = registered[name](pipe, skip_post_init=True)
-    except (AssertionError, AttributeError, ImportError):
-        raise unknown from None
+    except (KeyError, AssertionError, AttributeError, ImportError):
+        raise UnsupportedModelError(
+            f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
+            "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, "
+            "which trace any transformer."
+        ) from None
     adapter.maybe_fill_attrs()
     adapter.maybe_skip_checks()
     return adapter
@@ -239,13 +239,10 @@ class UnifiedBlock:
 
 @dataclass(frozen=True)
 class AdaptedTransformer:
-    """What the runner needs to run one transformer through cache-dit.
-
-    `emptied` are the lists that the transformer must see as empty, because a unified block runs their blocks.
-    """
+    """What the runner needs to run one transformer through cache-dit."""
 
     lists: tuple[UnifiedBlock, ...]
-    emptied: tuple[str, ...]
+    emptied: tuple[str, ...]  # lists that the transformer must see as empty: a unified block runs their blocks
     patches: Patches
     manager_class: type[StepContextManager]
     adapter_cls: type[CachedAdapter]
@@ -273,9 +270,7 @@ class AdaptedTransformer:
 class TransformerAdapter:
     """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's."""
 
-    def __init__(
-        self, given: BlockAdapter | CacheDiTAdapterConfig | None, adapter_cls: type[CachedAdapter] | None
-    ) -> None:
+    def __init__(self, given: Adapter | None, adapter_cls: type[CachedAdapter] | None) -> None:
         self._given, self._adapter_cls = given, adapter_cls
         self.adapted: dict[nn.Module, AdaptedTransformer] = {}
 

@@ -1,7 +1,7 @@
 """cache-dit's contexts of one branch in one generation, and the policy that reports what they decide.
 
 The library counts forwards to find the step and the branch. Here both are known: each branch has contexts of its own,
-and they are set to the step before the forward runs. This module knows the library and nothing of the engine.
+and they are set to the step before the forward runs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StepContextManager(CachedContextManager):  # type: ignore[misc]
-    """The library's contexts of one branch, one for each list of blocks, set to a known step.
-
-    While `replaying`, the step just computed is held and nothing is counted. `distance(now, before)` replaces the
-    library's comparison of residuals where several ranks must decide alike.
-    """
+    """The library's contexts of one branch, one for each list of blocks, set to a known step."""
 
     def __init__(self, name: str = "holdover") -> None:
         super().__init__(name=name)
-        self.replaying = False
-        self.distance: Distance | None = None
+        self.replaying = False  # while true, the step just computed is held and nothing is counted
+        self.distance: Distance | None = None  # compares residuals where several ranks must decide alike
         self.decisions: dict[str, Decision] = {}
-        self._step = -1
-        self._skipped = 0
+        self._step, self._skipped = -1, 0
 
     def set_step(self, step: int) -> None:
         """Set the step of the next forward, counted from the first step of these contexts."""
@@ -123,16 +118,12 @@ def _decision(context: CachedContext, held: bool) -> Decision:
 
 @dataclass(frozen=True)
 class CacheDiTPolicy:
-    """Reports what the library decided in the forward that has just run.
-
-    `contexts` are the settings of each list's context, `first` is the first step this transformer runs, and
-    `refresh_step` is the step (with `repeat`: each multiple of it) at which everything starts over.
-    """
+    """Reports what the library decided in the forward that has just run."""
 
     manager_class: type[StepContextManager]
-    contexts: Sequence[dict[str, Any]]
-    first: int
-    refresh_step: int | None
+    contexts: Sequence[dict[str, Any]]  # the settings of each list's context
+    first: int  # the first step this transformer runs
+    refresh_step: int | None  # where everything starts over; with `repeat`, at each multiple of it
     repeat: bool
     distance: Distance | None
     needs_signal: bool = False
