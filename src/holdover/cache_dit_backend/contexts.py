@@ -16,12 +16,6 @@ from cache_dit.caching import CachedContext, CachedContextManager
 from ..errors import UnsupportedModelError
 from ..policies.base import NOTHING_HELD, OFF, Decision
 
-WARM_UP = Decision(True, "warm-up")
-MASK_COMPUTES = Decision(True, "the mask computes this step")
-MASK_HOLDS = Decision(False, "the mask holds this step")
-CHANGED = Decision(True, "the first blocks changed too much")
-UNCHANGED = Decision(False, "the first blocks changed little")
-LIMIT_REACHED = Decision(True, "as many steps as allowed are held")
 NEVER_HELD = Decision(True, "a pass of this kind is never held")
 
 Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,16 +98,17 @@ def _decision(context: CachedContext, held: bool) -> Decision:
     config = context.cache_config
     if held:
         static = config.steps_computation_mask is not None and config.steps_computation_policy == "static"
-        return MASK_HOLDS if static else UNCHANGED
+        return Decision(False, "the mask holds this step" if static else "the first blocks changed little")
     if context.is_in_warmup():
-        return WARM_UP
+        return Decision(True, "warm-up")
     if not context.buffers:
         return NOTHING_HELD
     if context.is_in_full_compute_steps():
-        return MASK_COMPUTES
+        return Decision(True, "the mask computes this step")
     if str(context.get_current_step()) in context.residual_diffs:
-        return CHANGED
-    return OFF if context.get_residual_diff_threshold() <= 0 else LIMIT_REACHED
+        return Decision(True, "the first blocks changed too much")
+    off = context.get_residual_diff_threshold() <= 0
+    return OFF if off else Decision(True, "as many steps as allowed are held")
 
 
 @dataclass(frozen=True)

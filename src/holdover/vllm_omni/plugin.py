@@ -84,7 +84,7 @@ def config_for(method: str, cache_config: Any) -> Config:
         return own_config(method, cache_config or {})
     if not dataclasses.is_dataclass(cache_config) or isinstance(cache_config, type):
         raise ConfigError(f"--cache-config must be a JSON object, not {type(cache_config).__name__}.")
-    given: dict[str, Any] = dict(cache_config._extra_params)
+    given: dict[str, Any] = dict(cache_config._extra_params)  # type: ignore[attr-defined]
     defaults, shared = type(cache_config)(), config_class(method).field_names()
     for name in (field.name for field in dataclasses.fields(cache_config)):
         value = getattr(cache_config, name)
