@@ -1,15 +1,11 @@
 """Cache the results of a pipeline's `encode_prompt` for as long as calling it again would return the same.
 
-The key of a call is made of its arguments (bound and with their types) and of everything the method reads from the
-pipeline, which is found in its source: text encoders with their weights, adapters, hooks and modes, tokenizers with
-their vocabulary size and settings. A call without a key (images, tensors, unknown objects, encoders in training mode)
-bypasses the cache and is counted.
+The key of a call is made of its arguments and of everything the method reads from the pipeline, which is found in its
+source: text encoders, tokenizers and plain attributes. A call without a key (images, tensors) bypasses the cache.
 
 Weights are compared by identity, version counter and a sample of their values: edits through `.data`, for example when
-a LoRA is fused, do not change the version counter. Not detected are:
-- an edit through `.data` that misses every sampled value (edits under `no_grad` are always detected);
-- tokenizer rules that are replaced in place, and what encode_prompt reaches through globals or closures.
-Entries are copied on the current CUDA stream of the thread that stores or reads them.
+a LoRA is fused, do not change the version counter. Not detected are an edit through `.data` that misses every sampled
+value, tokenizer rules replaced in place, and what encode_prompt reaches through globals or closures.
 """
 
 from __future__ import annotations
@@ -56,8 +52,7 @@ class _Entry(NamedTuple):
 class PromptEmbedCache:
     """A thread-safe LRU cache of encode_prompt results, limited by number of entries and by bytes.
 
-    Values are copied in and out, so callers never share memory with the cache or with each other. Copies stay on the
-    device of the original. `max_bytes=None` means no byte limit.
+    Values are copied in and out, on their device and the current CUDA stream. `max_bytes=None` means no byte limit.
     """
 
     def __init__(self, max_size: int = 32, enabled: bool = True, *, max_bytes: int | None = _GIB) -> None:
@@ -86,8 +81,7 @@ class PromptEmbedCache:
         """Drop all entries, including those being encoded; the counters are kept."""
         with self._lock:
             self._entries.clear()
-            self._encoding = {}
-            self._bytes = 0
+            self._encoding, self._bytes = {}, 0
 
     def stats(self) -> dict[str, int]:
         """Return the counters, the size and the limits; `max_bytes` is -1 if there is no limit."""
@@ -99,8 +93,7 @@ class PromptEmbedCache:
     def get_or_encode(self, key: Hashable, encode: Callable[[], tuple[Any, bool]]) -> Any:
         """Return the value under `key`; of equal concurrent calls, one encodes and the others wait for it.
 
-        `encode` returns the value and whether it may be stored. If it raises, nothing is stored, its caller gets the
-        exception, and the waiting calls try again.
+        `encode` returns the value and whether it may be stored. If it raises, the waiting calls try again.
         """
         while True:
             with self._lock:
@@ -234,7 +227,7 @@ class _CachedEncodePrompt:
             scale = vars(pipeline).get("_lora_scale") if given is None else given
             arguments = (self._model_tag, _freeze(bound.arguments), _freeze(scale))
             state = _PipelineState(pipeline, self._attributes, self.identity)
-            key = (arguments, state.content, _execution_state(pipeline, state.devices))
+            key = (arguments, state.content, state.execution)
         except TypeError:  # no key
             with self.cache._lock:
                 self.cache.bypassed += 1
@@ -291,10 +284,10 @@ def _attributes_read(cls: type, method: Any) -> frozenset[str]:
 
 
 class _PipelineState:
-    """A key for what encode_prompt reads from a pipeline; `devices` is not part of it, as offloading moves weights."""
+    """Keys for what encode_prompt reads from a pipeline, and for the devices, dtype and rounding of its execution."""
 
     def __init__(self, pipeline: Any, attributes: list[str], identity: Callable[[Any], int]) -> None:
-        self.devices: set[torch.device] = set()
+        self._devices: set[torch.device] = set()
         self._trainable = False
         self._identity = identity
         self._samples: dict[torch.dtype, list[Tensor]] = {}
@@ -310,6 +303,12 @@ class _PipelineState:
         if self._trainable and torch.is_grad_enabled():
             raise TypeError("the result has an autograd graph")
         self.content: Hashable = (*parts, digest.digest())
+        device = getattr(pipeline, "_execution_device", torch.device("cpu"))
+        types = sorted({each.type for each in (*self._devices, device)})
+        autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
+        current = torch.cuda.current_device() if "cuda" in types else None
+        rounding = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        self.execution: Hashable = (device, current, *autocast, rounding, frozenset(self._devices))
 
     def _freeze_object(self, value: Any) -> Hashable:
         if isinstance(value, nn.Module):
@@ -339,23 +338,13 @@ class _PipelineState:
 
     def _freeze_tensor(self, tensor: Tensor) -> Hashable:
         self._trainable |= tensor.requires_grad
-        self.devices.add(tensor.device)
+        self._devices.add(tensor.device)
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel():
             stride = tensor.numel() // 64 | 1  # about 64 values; an odd stride reaches every column
             sample = tensor.contiguous().as_strided(((tensor.numel() - 1) // stride + 1,), (stride,))
             self._samples.setdefault(tensor.dtype, []).append(sample)
         version = None if tensor.is_inference() else tensor._version
         return self._identity(tensor), version, tensor.dtype, tensor.shape
-
-
-def _execution_state(pipeline: Any, devices: set[torch.device]) -> Hashable:
-    """Return the global state that affects device, dtype and rounding of the result."""
-    execution = getattr(pipeline, "_execution_device", torch.device("cpu"))
-    types = sorted({device.type for device in (*devices, execution)})
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
-    current = torch.cuda.current_device() if "cuda" in types else None
-    rounding = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    return execution, current, *autocast, rounding, frozenset(devices)
 
 
 def _freeze(value: Any, freeze_other: Callable[[Any], Hashable] | None = None) -> Hashable:

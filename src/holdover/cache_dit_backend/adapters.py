@@ -1,8 +1,7 @@
 """How a transformer is prepared for cache-dit: its block adapter, the unified blocks made from it, temporary patches.
 
-cache-dit runs a whole list of blocks as one unified block. The library puts it in the place of the list and patches
-pipeline and transformer for good. Here the unified blocks are only created; the runner lets the transformer's loop see
-them while a forward runs.
+cache-dit runs a whole list of blocks as one unified block. The library replaces the list by it permanently; here the
+runner lets the transformer's loop see it while a forward runs.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cache_dit
 from cache_dit.caching import BlockAdapter, BlockAdapterRegister, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
+from cache_dit.caching.cache_blocks import UnifiedBlocks
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError
@@ -41,6 +41,9 @@ class CacheDiTAdapterConfig:
     cached_adapter_cls: type[CachedAdapter] | None = None
     check_forward_pattern: bool = True
     has_separate_cfg: bool = False
+
+
+Adapter: TypeAlias = BlockAdapter | CacheDiTAdapterConfig
 
 
 class Patches:
@@ -99,19 +102,13 @@ def _restore(now: dict[str, Any], then: dict[str, Any], names: Iterable[str]) ->
 
 
 class StepAdapter(CachedAdapter):  # type: ignore[misc]
-    """Creates contexts and unified blocks without patching the pipeline's class or the transformer.
-
-    A subclass may set the class of its context manager and of its unified blocks (None: the library's own), and
-    `patches`.
-    """
+    """Creates contexts and unified blocks without patching the pipeline's class or the transformer."""
 
     manager_class: type[StepContextManager] = StepContextManager
-    blocks_class: type[nn.Module] | None = None
+    blocks_class: Any = UnifiedBlocks  # the library's own, chosen by the pattern of the blocks
 
     @classmethod
-    def create_context(
-        cls, block_adapter: BlockAdapter, **context_kwargs: Any
-    ) -> tuple[list[str], list[dict[str, Any]]]:
+    def create_context(cls, block_adapter: BlockAdapter, **context_kwargs: Any) -> tuple[list[str], list[Any]]:
         """The names and settings of the contexts, one for each list."""
         names, contexts_kwargs = cls.modify_context_params(block_adapter, **context_kwargs)
         block_adapter.pipe._context_manager = cls.manager_class()
@@ -122,8 +119,6 @@ class StepAdapter(CachedAdapter):  # type: ignore[misc]
         cls, block_adapter: BlockAdapter, contexts_kwargs: list[dict[str, Any]]
     ) -> list[dict[str, nn.ModuleList]]:
         """For each transformer, the unified block of each list by the name of its context."""
-        if cls.blocks_class is None:
-            return list(super().collect_unified_blocks(block_adapter, contexts_kwargs))
         BlockAdapter.assert_normalized(block_adapter)
         collected: list[dict[str, nn.ModuleList]] = []
         for i, transformer in enumerate(block_adapter.transformer):
@@ -186,19 +181,16 @@ def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)
-    unknown = UnsupportedModelError(
-        f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
-        "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, which "
-        "trace any transformer."
-    )
-    if name is None:
-        raise unknown
     pipe = FakeDiffusionPipeline(transformer)
     pipe.prior = transformer
     try:
         adapter = registered[name](pipe, skip_post_init=True)
-    except (AssertionError, AttributeError, ImportError):
-        raise unknown from None
+    except (KeyError, AssertionError, AttributeError, ImportError):
+        raise UnsupportedModelError(
+            f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
+            "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, "
+            "which trace any transformer."
+        ) from None
     adapter.maybe_fill_attrs()
     adapter.maybe_skip_checks()
     return adapter
@@ -247,13 +239,10 @@ class UnifiedBlock:
 
 @dataclass(frozen=True)
 class AdaptedTransformer:
-    """What the runner needs to run one transformer through cache-dit.
-
-    `emptied` are the lists that the transformer must see as empty, because a unified block runs their blocks.
-    """
+    """What the runner needs to run one transformer through cache-dit."""
 
     lists: tuple[UnifiedBlock, ...]
-    emptied: tuple[str, ...]
+    emptied: tuple[str, ...]  # lists that the transformer must see as empty: a unified block runs their blocks
     patches: Patches
     manager_class: type[StepContextManager]
     adapter_cls: type[CachedAdapter]
@@ -281,9 +270,7 @@ class AdaptedTransformer:
 class TransformerAdapter:
     """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's."""
 
-    def __init__(
-        self, given: BlockAdapter | CacheDiTAdapterConfig | None, adapter_cls: type[CachedAdapter] | None
-    ) -> None:
+    def __init__(self, given: Adapter | None, adapter_cls: type[CachedAdapter] | None) -> None:
         self._given, self._adapter_cls = given, adapter_cls
         self.adapted: dict[nn.Module, AdaptedTransformer] = {}
 
@@ -318,13 +305,10 @@ class TransformerAdapter:
                 f"{get_module_class(transformer).__name__} does not match its cache-dit adapter: {error}"
             ) from None
         (names,), (unique,), (patterns,) = adapter.blocks_name, adapter.unique_blocks_name, adapter.forward_pattern
-        lists = tuple(
-            UnifiedBlock(name, collected[key][0], source, pattern.name)
-            for name, key, source, pattern in zip(names, unique, sources, patterns, strict=True)
-        )
-        return AdaptedTransformer(
-            lists, tuple(adapter.dummy_blocks_names[0]), patches, step_cls.manager_class, cls, adapter
-        )
+        blocks = (collected[key][0] for key in unique)
+        lists = tuple(map(UnifiedBlock, names, blocks, sources, (pattern.name for pattern in patterns)))
+        emptied = tuple(adapter.dummy_blocks_names[0])
+        return AdaptedTransformer(lists, emptied, patches, step_cls.manager_class, cls, adapter)
 
 
 def _find_sources(transformer: nn.Module, adapter: BlockAdapter) -> list[tuple[nn.ModuleList, ...]]:

@@ -15,7 +15,7 @@ from ..base import CacheBackend
 from ..engine.backend import EngineBackend, find_cache, find_transformers
 from ..errors import EnableError, NotEnabledError
 from ..models.inputs import unwrap_module
-from .adapters import CacheDiTAdapterConfig, TransformerAdapter, declared_adapter, declared_config
+from .adapters import Adapter, CacheDiTAdapterConfig, TransformerAdapter, declared_adapter, declared_config
 from .config import CacheDiTConfig, quiet_library
 from .method import CacheDiTMethod
 from .model_adapters import Wan22S2VCachedAdapter
@@ -36,10 +36,7 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
     config_class = CacheDiTConfig
 
     def __init__(
-        self,
-        config: Any = None,
-        block_adapter: BlockAdapter | CacheDiTAdapterConfig | None = None,
-        adapter_cls: type[CachedAdapter] | None = None,
+        self, config: Any = None, block_adapter: Adapter | None = None, adapter_cls: type[CachedAdapter] | None = None
     ) -> None:
         super().__init__(config)
         self._adapter = TransformerAdapter(block_adapter, adapter_cls)
@@ -111,7 +108,7 @@ def build_cache_context_refresh(
 def enable_cache_for_dit(
     pipeline: Any,
     cache_config: Any,
-    block_adapter: BlockAdapter | CacheDiTAdapterConfig | None = None,
+    block_adapter: Adapter | None = None,
     adapter_cls: type[CachedAdapter] | None = None,
 ) -> RefreshCacheContextFunc:
     """Enable cache-dit with this adapter or declaration, else what the transformer declares, else the library's own."""
@@ -131,14 +128,11 @@ def enable_cache_for_wan22_s2v(pipeline: Any, cache_config: Any) -> RefreshCache
 
 
 def enable_cache_for_cosmos3(pipeline: Any, cache_config: Any) -> RefreshCacheContextFunc:
-    """Enable cache-dit on Cosmos3, on its generating pathway: `gen_layers` if the transformer has that list.
-
-    The transformer of diffusers runs both pathways in one list; there the library's own adapter holds both.
-    """
-    transformer = default_get_pipeline_transformer(pipeline)
-    if declared_config(transformer) is not None or not hasattr(transformer, "gen_layers"):
-        return enable_cache_for_dit(pipeline, cache_config)
-    return enable_cache_for_dit(pipeline, cache_config, _declare(pipeline, "gen_layers", ForwardPattern.Pattern_3))
+    """Enable cache-dit on Cosmos3, on its generating pathway: `gen_layers` if the transformer has that list."""
+    transformer, declared = default_get_pipeline_transformer(pipeline), None
+    if declared_config(transformer) is None and hasattr(transformer, "gen_layers"):
+        declared = _declare(pipeline, "gen_layers", ForwardPattern.Pattern_3)
+    return enable_cache_for_dit(pipeline, cache_config, declared)
 
 
 def _declare(pipeline: Any, blocks: str, pattern: ForwardPattern) -> CacheDiTAdapterConfig | None:
@@ -189,7 +183,6 @@ def cache_summary(pipeline: Any, details: bool = True) -> None:
 
 def _cache_on(target: Any) -> CacheBackend:
     """The cache on a pipeline or transformer; an error if there is none."""
-    cache = find_cache(target)
-    if cache is None:
+    if (cache := find_cache(target)) is None:
         raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")
     return cache

@@ -39,11 +39,7 @@ class CacheDiTConfig(CacheDiTSettings):
 
 
 def context_settings(settings: CacheDiTConfig) -> dict[str, Any]:
-    """Keyword arguments for a cache-dit context, without a mask.
-
-    The number of steps, the branch and the refresh step are left out: holdover knows them, so the library must not
-    count them itself.
-    """
+    """Keyword arguments for a cache-dit context, without mask, steps, branch and refresh step: holdover knows these."""
     config = DBCacheConfig(
         Fn_compute_blocks=settings.Fn_compute_blocks,
         Bn_compute_blocks=settings.Bn_compute_blocks,
@@ -59,19 +55,15 @@ def context_settings(settings: CacheDiTConfig) -> dict[str, Any]:
 
 
 def steps_mask(policy: str, steps: int, transformer: str = "") -> list[int]:
-    """The library's SCM mask for exactly `steps` steps; 1 computes a step.
-
-    `transformer` names the expert that runs these steps, for the error message.
-    """
+    """The library's SCM mask for exactly `steps` steps, which `transformer` runs if it is an expert; 1 computes."""
     try:
-        mask: list[int] = cache_dit.steps_mask(mask_policy=policy, total_steps=steps)
+        return list(cache_dit.steps_mask(mask_policy=policy, total_steps=steps))
     except AssertionError:
         owner = f" that {transformer} handles" if transformer else ""
         raise ConfigError(
             f"SCM has no mask for the {steps} steps{owner}: it has masks for 4, 6, and 8 or more steps. Change the "
             "number of steps, or leave scm_steps_mask_policy out."
         ) from None
-    return mask
 
 
 @contextlib.contextmanager

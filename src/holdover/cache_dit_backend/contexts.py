@@ -1,7 +1,7 @@
 """cache-dit's contexts of one branch in one generation, and the policy that reports what they decide.
 
 The library counts forwards to find the step and the branch. Here both are known: each branch has contexts of its own,
-and they are set to the step before the forward runs. This module knows the library and nothing of the engine.
+and they are set to the step before the forward runs.
 """
 
 from __future__ import annotations
@@ -16,31 +16,20 @@ from cache_dit.caching import CachedContext, CachedContextManager
 from ..errors import UnsupportedModelError
 from ..policies.base import NOTHING_HELD, OFF, Decision
 
-WARM_UP = Decision(True, "warm-up")
-MASK_COMPUTES = Decision(True, "the mask computes this step")
-MASK_HOLDS = Decision(False, "the mask holds this step")
-CHANGED = Decision(True, "the first blocks changed too much")
-UNCHANGED = Decision(False, "the first blocks changed little")
-LIMIT_REACHED = Decision(True, "as many steps as allowed are held")
 NEVER_HELD = Decision(True, "a pass of this kind is never held")
 
 Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StepContextManager(CachedContextManager):  # type: ignore[misc]
-    """The library's contexts of one branch, one for each list of blocks, set to a known step.
-
-    While `replaying`, the step just computed is held and nothing is counted. `distance(now, before)` replaces the
-    library's comparison of residuals where several ranks must decide alike.
-    """
+    """The library's contexts of one branch, one for each list of blocks, set to a known step."""
 
     def __init__(self, name: str = "holdover") -> None:
         super().__init__(name=name)
-        self.replaying = False
-        self.distance: Distance | None = None
+        self.replaying = False  # while true, the step just computed is held and nothing is counted
+        self.distance: Distance | None = None  # compares residuals where several ranks must decide alike
         self.decisions: dict[str, Decision] = {}
-        self._step = -1
-        self._skipped = 0
+        self._step, self._skipped = -1, 0
 
     def set_step(self, step: int) -> None:
         """Set the step of the next forward, counted from the first step of these contexts."""
@@ -109,30 +98,27 @@ def _decision(context: CachedContext, held: bool) -> Decision:
     config = context.cache_config
     if held:
         static = config.steps_computation_mask is not None and config.steps_computation_policy == "static"
-        return MASK_HOLDS if static else UNCHANGED
+        return Decision(False, "the mask holds this step" if static else "the first blocks changed little")
     if context.is_in_warmup():
-        return WARM_UP
+        return Decision(True, "warm-up")
     if not context.buffers:
         return NOTHING_HELD
     if context.is_in_full_compute_steps():
-        return MASK_COMPUTES
+        return Decision(True, "the mask computes this step")
     if str(context.get_current_step()) in context.residual_diffs:
-        return CHANGED
-    return OFF if context.get_residual_diff_threshold() <= 0 else LIMIT_REACHED
+        return Decision(True, "the first blocks changed too much")
+    off = context.get_residual_diff_threshold() <= 0
+    return OFF if off else Decision(True, "as many steps as allowed are held")
 
 
 @dataclass(frozen=True)
 class CacheDiTPolicy:
-    """Reports what the library decided in the forward that has just run.
-
-    `contexts` are the settings of each list's context, `first` is the first step this transformer runs, and
-    `refresh_step` is the step (with `repeat`: each multiple of it) at which everything starts over.
-    """
+    """Reports what the library decided in the forward that has just run."""
 
     manager_class: type[StepContextManager]
-    contexts: Sequence[dict[str, Any]]
-    first: int
-    refresh_step: int | None
+    contexts: Sequence[dict[str, Any]]  # the settings of each list's context
+    first: int  # the first step this transformer runs
+    refresh_step: int | None  # where everything starts over; with `repeat`, at each multiple of it
     repeat: bool
     distance: Distance | None
     needs_signal: bool = False

@@ -26,7 +26,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..grid import Grid
 from .adapters import AdaptedTransformer, TransformerAdapter
 from .config import CacheDiTConfig, steps_mask
-from .contexts import BranchContexts, CacheDiTPolicy, StepContextManager
+from .contexts import CacheDiTPolicy, StepContextManager
 
 
 class CacheDiTMethod(Method[CacheDiTConfig]):
@@ -62,10 +62,8 @@ class CacheDiTMethod(Method[CacheDiTConfig]):
                 )
             expert = transformer.name if grid.length < grid.count else ""
             mask = steps_mask(settings.scm_steps_mask_policy, grid.length, expert)
-            contexts = [
-                {**context, "cache_config": dataclasses.replace(context["cache_config"], steps_computation_mask=mask)}
-                for context in contexts
-            ]
+            configs = (dataclasses.replace(c["cache_config"], steps_computation_mask=mask) for c in contexts)
+            contexts = [{**c, "cache_config": config} for c, config in zip(contexts, configs, strict=True)]
         return CacheDiTPolicy(
             self._adapter.adapt(transformer.core).manager_class,
             contexts,
@@ -85,8 +83,7 @@ class CacheDiTRunner:
 
     def run(self, call: ForwardCall) -> Outcome:
         """Run one forward; a computed forward of a new kind is checked against the plain model."""
-        contexts: BranchContexts = call.state.policy_state
-        manager = contexts.at(call.step)
+        manager: StepContextManager = call.state.policy_state.at(call.step)
         known = known_to_shards(self._transformer.groups, call.structure in self._checked)
         try:
             output = self._forward(call, manager)
@@ -110,8 +107,7 @@ class CacheDiTRunner:
         finally:
             for unified in self._adapted.lists:
                 unified.block.context_manager = None  # it must not outlive the generation
-        missed = [unified.name for unified in self._adapted.lists if unified.name not in pass_.seen]
-        if missed:
+        if missed := [unified.name for unified in self._adapted.lists if unified.name not in pass_.seen]:
             raise UnsupportedModelError(
                 f"This forward of {self._transformer.class_name} does not iterate over {', '.join(missed)}, so "
                 "cache-dit cannot replace the list. Use tea_cache or mag_cache."

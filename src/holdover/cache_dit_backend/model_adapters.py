@@ -1,7 +1,6 @@
 """Adapters for three models that need blocks of their own: BAGEL, SenseNova-U1 and Wan2.2 S2V.
 
-None of them is in diffusers. An adapter is named in a transformer's `_cache_dit_adapter_config`, or given to
-`enable_cache_for_dit`.
+A transformer class names its adapter in `_cache_dit_adapter_config`, or the caller gives it to `enable_cache_for_dit`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
-from torch import nn
+from torch import Tensor, nn
 
 from .adapters import Patches, StepAdapter
 from .contexts import StepContextManager
@@ -25,12 +24,12 @@ class BagelCachedContextManager(StepContextManager):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def apply_cache(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         encoder_hidden_states: Any = None,
         prefix: str = "Bn",
         encoder_prefix: str = "Bn_encoder",
-    ) -> tuple[torch.Tensor, Any]:
-        stream = encoder_hidden_states if isinstance(encoder_hidden_states, torch.Tensor) else None
+    ) -> tuple[Tensor, Any]:
+        stream = encoder_hidden_states if isinstance(encoder_hidden_states, Tensor) else None
         hidden_states, stream = super().apply_cache(hidden_states, stream, prefix, encoder_prefix)
         return hidden_states, encoder_hidden_states if stream is None else stream
 
@@ -38,38 +37,31 @@ class BagelCachedContextManager(StepContextManager):
 class BagelCachedBlocks(CachedBlocks_Pattern_0_1_2):  # type: ignore[misc]
     """The layers of BAGEL as one block. Prefill and text decoding, which write the KV cache, are always computed."""
 
-    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("update_past_key_values") or kwargs.get("mode") == "und":
             states = self.call_blocks(hidden_states, encoder_hidden_states, *args, **kwargs)
             return self._process_forward_outputs(*states)
         return super().forward(hidden_states, encoder_hidden_states, *args, **kwargs)
 
     def call_Mn_blocks(
-        self, hidden_states: torch.Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
         """Run the middle layers; returns both streams and their residuals, the second only if it is a tensor."""
         before, encoder_before = hidden_states, encoder_hidden_states
-        for block in self._Mn_blocks():
-            output = block(hidden_states, encoder_hidden_states, *args, **kwargs)
-            hidden_states, encoder_hidden_states = self._process_block_outputs(output, encoder_hidden_states)
+        for index, block in enumerate(self._Mn_blocks()):
+            states = self.compute_or_prune(index, block, hidden_states, encoder_hidden_states, *args, **kwargs)
+            hidden_states, encoder_hidden_states = states
         hidden_states = hidden_states.contiguous()
-        tensors = isinstance(encoder_hidden_states, torch.Tensor) and isinstance(encoder_before, torch.Tensor)
+        tensors = isinstance(encoder_hidden_states, Tensor) and isinstance(encoder_before, Tensor)
         encoder_residual = encoder_hidden_states - encoder_before if tensors else None
         return hidden_states, encoder_hidden_states, hidden_states - before, encoder_residual
 
     def compute_or_prune(
-        self,
-        block_id: int,
-        block: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        """Run one layer; single layers are never pruned."""
+        self, block_id: int, block: Any, hidden_states: Tensor, encoder_hidden_states: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one layer and return both streams; single layers are never pruned."""
         output = block(hidden_states, encoder_hidden_states, *args, **kwargs)
-        hidden_states, encoder_hidden_states = self._process_block_outputs(output, encoder_hidden_states)
-        return hidden_states, encoder_hidden_states
+        return self._process_block_outputs(output, encoder_hidden_states)
 
 
 class BagelCachedAdapter(StepAdapter):
@@ -85,10 +77,10 @@ class BagelCachedAdapter(StepAdapter):
 class SensenovaCachedBlocks(CachedBlocks_Pattern_3_4_5):  # type: ignore[misc]
     """The layers of SenseNova-U1 as one block; only denoising passes over image tokens may be held.
 
-    Passes with text tokens, passes that write the KV cache, and passes whose arguments do not tell are computed.
+    Passes with text tokens, passes that write the KV cache, and passes whose arguments do not say so are computed.
     """
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         denoising = not kwargs.pop("cache_dit_skip", False) and not kwargs.get("update_cache", True)
         image, text, indicators = (kwargs.get(name) for name in ("exist_gen", "exist_und", "image_gen_indicators"))
         if image is not None and text is not None:
@@ -114,35 +106,30 @@ _INJECT = "after_transformer_block"
 class Wan22S2VCachedBlocks(CachedBlocks_Pattern_3_4_5):  # type: ignore[misc]
     """The blocks of S2V as one, with audio injected after each block as in the transformer's own loop."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # From the class: on the instance it is patched to do nothing while this block runs.
-        self._inject: Callable[..., Any] | None = getattr(type(self.transformer), _INJECT, None)
-
-    def call_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def call_blocks(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return self._run(0, len(self.transformer_blocks), hidden_states, *args, **kwargs), None
 
-    def call_Fn_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def call_Fn_blocks(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return self._run(0, self.context_manager.Fn_compute_blocks(), hidden_states, *args, **kwargs), None
 
-    def call_Mn_blocks(
-        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def call_Mn_blocks(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None, Tensor]:
         first = self.context_manager.Fn_compute_blocks()
         end = len(self.transformer_blocks) - self.context_manager.Bn_compute_blocks()
         after = self._run(first, end, hidden_states, *args, **kwargs).contiguous()
         return after, None, after - hidden_states
 
-    def call_Bn_blocks(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def call_Bn_blocks(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         end = len(self.transformer_blocks)
         return self._run(end - self.context_manager.Bn_compute_blocks(), end, hidden_states, *args, **kwargs), None
 
-    def _run(self, first: int, end: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _run(self, first: int, end: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # From the class: on the instance it is patched to do nothing while this block runs.
+        inject: Callable[..., Any] | None = getattr(type(self.transformer), _INJECT, None)
         for index in range(first, end):
             output = self.transformer_blocks[index](hidden_states, *args, **kwargs)
             hidden_states = self._process_block_outputs(output)[0]
-            if self._inject is not None:
-                hidden_states = self._inject(self.transformer, index, hidden_states)
+            if inject is not None:
+                hidden_states = inject(self.transformer, index, hidden_states)
         return hidden_states
 
 
@@ -153,7 +140,6 @@ class Wan22S2VCachedAdapter(StepAdapter):
 
     @classmethod
     def patches(cls, transformer: nn.Module) -> Patches:
-        """While a forward runs, the transformer's own injection returns its input."""
         patches = Patches()
         if hasattr(transformer, _INJECT):
             patches.add(transformer, _INJECT, lambda block_idx, hidden_states: hidden_states)

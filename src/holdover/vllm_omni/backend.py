@@ -24,9 +24,6 @@ from ..stats import Stats
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_KEY = "holdover"  # the key of a request's own settings in the `extra_args` of its sampling parameters
-_OFF = "off"
-
 
 class OmniBackend(CacheBackend):
     """The cache that vLLM-Omni's model runner enables once and refreshes before requests.
@@ -46,7 +43,6 @@ class OmniBackend(CacheBackend):
         self._steps: int | None = None
 
     def enable(self, pipeline: nn.Module) -> None:
-        """Enable the cache on the pipeline's transformers, and wrap the pipeline's forward."""
         ranks, view = current_ranks(), view_of(pipeline)
         self._cache.enable(view)
         try:
@@ -94,13 +90,20 @@ class OmniBackend(CacheBackend):
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            cache, before = self._cache, self._count_forwards()
+            cache, stats = self._cache, self.stats()
+            before = stats.computed + stats.held
             if self._steps is None:
                 cache.forget()
             else:
                 cache.refresh(self._view, self._steps, verbose=False)
             try:
-                with self._use_settings(next(iter((*args, *kwargs.values())))):
+                settings, *others = request_settings(next(iter((*args, *kwargs.values()))))
+                scope: AbstractContextManager[None] = nullcontext()
+                if others or isinstance(settings, str):  # if the settings differ within a batch, nothing is held
+                    scope = cache.off()
+                elif settings:
+                    scope = cache.using(**settings)
+                with scope:
                     output = plain(*args, **kwargs)
             finally:
                 self._steps = None
@@ -110,24 +113,11 @@ class OmniBackend(CacheBackend):
 
         return forward
 
-    def _use_settings(self, batch: Any) -> AbstractContextManager[None]:
-        """Use the settings of the requests; if they differ within a batch, nothing is held."""
-        settings = request_settings(batch)
-        if settings == [{}]:
-            return nullcontext()
-        if len(settings) > 1 or isinstance(settings[0], str):
-            return self._cache.off()
-        return self._cache.using(**settings[0])
-
-    def _count_forwards(self) -> int:
-        stats = self.stats()
-        return stats.computed + stats.held
-
     def _check_generation(self, before: int) -> None:
         """Raise if the request bypassed the cache or nothing could be held: otherwise it would go unnoticed."""
-        view, last = self._enabled_view(), self.stats().last
+        view, stats = self._enabled_view(), self.stats()
         pipeline, transformers = type(view.pipeline).__name__, ", ".join(view.components)
-        if last is None or self._count_forwards() == before:
+        if (last := stats.last) is None or stats.computed + stats.held == before:
             raise UnsupportedModelError(
                 f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
                 "it directly, with autograd on, or in training mode. Start without --cache-backend."
@@ -143,14 +133,12 @@ class OmniBackend(CacheBackend):
 
 
 def request_settings(batch: Any) -> list[Mapping[str, Any] | str]:
-    """The different settings that the requests of a batch ask for; `{}` is the server's own, `"off"` no cache."""
+    """The different settings in the `extra_args` of a batch's requests; `{}` is the server's own, `"off"` no cache."""
     found: list[Mapping[str, Any] | str] = []
     for request in batch.requests:
-        settings = (request.sampling_params.extra_args or {}).get(_REQUEST_KEY) or {}
-        if not isinstance(settings, Mapping) and settings != _OFF:
-            raise ConfigError(
-                f"extra_args[{_REQUEST_KEY!r}] must be an object of settings, or {_OFF!r}, not {settings!r}."
-            )
+        settings = (request.sampling_params.extra_args or {}).get("holdover") or {}
+        if not isinstance(settings, Mapping) and settings != "off":
+            raise ConfigError(f"extra_args['holdover'] must be an object of settings, or 'off', not {settings!r}.")
         if settings not in found:
             found.append(settings)
     return found
@@ -160,16 +148,11 @@ class PipelineView:
     """A vLLM-Omni pipeline as holdover's backends expect one: its transformers by name, and all other attributes.
 
     vLLM-Omni's pipelines are modules whose forward runs the whole loop, so a backend would take them for transformers.
-    What diffusers keeps in a pipeline's config are plain attributes here.
     """
 
     def __init__(self, pipeline: nn.Module, transformers: dict[str, nn.Module]) -> None:
-        self.pipeline = pipeline
-        self.components = transformers
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return vars(self.pipeline)
+        self.pipeline, self.components = pipeline, transformers
+        self.config = vars(pipeline)  # what diffusers keeps in a pipeline's config are plain attributes here
 
     def __getattr__(self, name: str) -> Any:
         return self.components[name] if name in self.components else getattr(self.pipeline, name)
@@ -184,10 +167,7 @@ def view_of(pipeline: nn.Module) -> PipelineView:
 
 
 def declared_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
-    """The modules that the pipeline lists in `_dit_modules`, else its transformers; none that is inside another.
-
-    A name without `transformer` in it gets that suffix, because holdover's backends look for it.
-    """
+    """The modules that the pipeline lists in `_dit_modules`, else its transformers; none that is inside another."""
     declared: Iterable[str] = getattr(pipeline, "_dit_modules", None) or ("transformer", "transformer_2")
     found: dict[str, nn.Module] = {}
     for path in declared:
@@ -200,7 +180,7 @@ def declared_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
             "List its transformers in the pipeline's `_dit_modules`."
         )
     inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
-    return {
+    return {  # holdover's backends look for names with `transformer` in them
         path if path.startswith("transformer") or path.endswith("transformer") else f"{path}_transformer": module
         for path, module in found.items()
         if id(module) not in inner
@@ -208,10 +188,7 @@ def declared_transformers(pipeline: nn.Module) -> dict[str, nn.Module]:
 
 
 def current_ranks() -> Ranks:
-    """The process groups that vLLM-Omni has set up; no groups if it has set up none.
-
-    Rank `i` of the CFG group computes the `i`-th guidance branch of a step.
-    """
+    """The process groups that vLLM-Omni has set up, if any. Rank `i` of the CFG group computes the `i`-th branch."""
     state: Any = importlib.import_module("vllm_omni.diffusion.distributed.parallel_state")
     if not state.model_parallel_is_initialized():
         return Ranks()

@@ -17,7 +17,6 @@ from ..selector import config_class, methods, own_config
 _SELECTOR_MODULE = "vllm_omni.diffusion.cache.selector"
 _RUNNER_MODULE = "vllm_omni.diffusion.worker.diffusion_model_runner"
 _FUNCTION = "get_cache_backend"
-_UNKNOWN_KEYS = "_extra_params"  # where vLLM-Omni's DiffusionCacheConfig keeps the keys that are none of its fields
 
 SelectorFunction = Callable[[str | None, Any], Any]
 
@@ -64,10 +63,7 @@ def unregister() -> None:
 
 
 def _loaded_selectors() -> Iterator[tuple[ModuleType, SelectorFunction]]:
-    """The selector function in each loaded module that has it: the model runner imports it by name.
-
-    A runner that is imported after `register` gets holdover's selector.
-    """
+    """The selector function in each loaded module that has it: the model runner imports it by name."""
     for module in (sys.modules[name] for name in (_SELECTOR_MODULE, _RUNNER_MODULE) if name in sys.modules):
         function: SelectorFunction | None = getattr(module, _FUNCTION, None)
         if function is None:
@@ -81,15 +77,14 @@ def _loaded_selectors() -> Iterator[tuple[ModuleType, SelectorFunction]]:
 def config_for(method: str, cache_config: Any) -> Config:
     """A method's config from `--cache-config`; an unknown key is an error that names the nearest valid one.
 
-    vLLM-Omni passes a `DiffusionCacheConfig` with a field for each setting of its own methods and a dict of unknown
-    keys. A field that the method has too is taken unless it is None. Any other field is taken only if it differs from
-    its default, so that a setting of another method is reported.
+    vLLM-Omni passes a dataclass of its own methods' settings, with unknown keys in `_extra_params`. A field that the
+    method has too is taken unless it is None; any other only if it differs from its default, so that it is reported.
     """
     if cache_config is None or isinstance(cache_config, Mapping):
         return own_config(method, cache_config or {})
     if not dataclasses.is_dataclass(cache_config) or isinstance(cache_config, type):
         raise ConfigError(f"--cache-config must be a JSON object, not {type(cache_config).__name__}.")
-    given: dict[str, Any] = dict(getattr(cache_config, _UNKNOWN_KEYS))
+    given: dict[str, Any] = dict(cache_config._extra_params)  # type: ignore[attr-defined]
     defaults, shared = type(cache_config)(), config_class(method).field_names()
     for name in (field.name for field in dataclasses.fields(cache_config)):
         value = getattr(cache_config, name)
