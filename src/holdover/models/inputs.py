@@ -1,8 +1,4 @@
-"""Reading the arguments of a forward, and unwrapping compiled or sharded modules.
-
-Arguments are bound by parameter name. Nested lists, tuples and dicts of tensors are reduced to what the engine
-compares between steps: tensors, structure, shapes and host values.
-"""
+"""Reading the arguments of a forward, and unwrapping compiled or sharded modules."""
 
 from __future__ import annotations
 
