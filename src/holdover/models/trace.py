@@ -121,8 +121,8 @@ def find_block_lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
     """Return the direct block lists by attribute name; one inside a direct ModuleDict is called `name.key`."""
     candidates: dict[str, nn.Module] = {}
     for name, child in transformer.named_children():
-        inner = child if isinstance(child, nn.ModuleDict) else {}
-        candidates |= {f"{name}.{key}": blocks for key, blocks in inner.items()} or {name: child}
+        inner = child.items() if isinstance(child, nn.ModuleDict) else ()
+        candidates |= {f"{name}.{key}": blocks for key, blocks in inner} or {name: child}
     return {
         name: blocks
         for name, blocks in candidates.items()
