@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,8 +113,7 @@ def each(
         return metric(a, b)
     if metric not in (psnr, nonwhite_error):
         return metric(a, b).mean(-1)
-    a, b = (videos.transpose(1, 2).flatten(2, 3) for videos in (a, b))  # the frames of a video below each other
-    return metric(a, b)
+    return metric(*(videos.transpose(1, 2).flatten(2, 3) for videos in (a, b)))  # its frames below each other
 
 
 def _check_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,8 +247,7 @@ class Summary:
         return cls(float(capped.mean()), float(np.quantile(capped, share)), float(worst), len(values))
 
     def as_dict(self) -> dict[str, Any]:
-        values = {"mean": self.mean, "p10": self.p10, "worst": self.worst}
-        return {name: finite_or_none(value) for name, value in values.items()} | {"count": self.count}
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -31,10 +31,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Newton:
-    """The polynomial through the last `depth` computed steps; exact for polynomials of degree `depth - 1`.
-
-    `places` are the positions of the steps (their noise levels), which need not be evenly spaced.
-    """
+    """The polynomial through the last `depth` computed steps; `places` are the noise levels of all steps."""
 
     depth: int
     places: tuple[float, ...]

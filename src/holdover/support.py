@@ -37,20 +37,19 @@ class Support:
             reason = (
                 "more than streams: the model changes a stream between blocks, which is computed on a held step too"
             )
-        lines = [self.name, f"  stack     {self.stack}", *(f"  stream    {stream}" for stream in self.streams)]
-        lines.append(f"  segments  {self.segments}, {reason}")
-        if self.side_outputs:
-            passed = "outputs are not passed on to later blocks; a held step repeats the last one"
-            lines.append(f"  sides     {self.side_outputs} {passed}")
-        lines.append(
-            f"  TeaCache  signal {', '.join(self.signals)}; {_list_profiles('coefficients', self.coefficients)}"
-        )
-        lines.append(f"  MagCache  {_list_profiles('ratios', self.ratios)}")
-        lines.append(f"  cache-dit {self.cache_dit or f'refused: {self.cache_dit_refusal}'}")
-        if self.notes:
-            lines.append(f"  declared  {self.notes}")
-        lines.append(f"  verified  a held step reproduces a computed one with diffusers {self.verified}")
-        return "\n".join(lines)
+        sides = f"{self.side_outputs} outputs are not passed on to later blocks; a held step repeats the last one"
+        rows = [
+            ("stack", self.stack),
+            *(("stream", stream) for stream in self.streams),
+            ("segments", f"{self.segments}, {reason}"),
+            ("sides", sides if self.side_outputs else ""),
+            ("TeaCache", f"signal {', '.join(self.signals)}; {_list_profiles('coefficients', self.coefficients)}"),
+            ("MagCache", _list_profiles("ratios", self.ratios)),
+            ("cache-dit", self.cache_dit or f"refused: {self.cache_dit_refusal}"),
+            ("declared", self.notes),
+            ("verified", f"a held step reproduces a computed one with diffusers {self.verified}"),
+        ]
+        return "\n".join([self.name, *(f"  {label:<9} {text}" for label, text in rows if text)])
 
 
 def _list_profiles(what: str, names: tuple[str, ...]) -> str:

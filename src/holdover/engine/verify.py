@@ -127,7 +127,7 @@ def verify_path(
     Returns what is held in the form in which it replays. Merged residuals are tried first, they are fewer.
     """
     candidates = [held]
-    if isinstance(held, Residuals) and path.stack.group_count < len(path.stack.segments):
+    if isinstance(held, Residuals) and len(path.stack.group_names) < len(path.stack.segments):
         candidates.insert(0, held.merge())
     for candidate in candidates:
         pass_ = path.passes.hold(path.stack, path.begin, frozenset(), {})

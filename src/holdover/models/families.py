@@ -14,7 +14,7 @@ from torch import nn
 
 from ..grid import Grid
 from .inputs import unwrap_module
-from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal, TimeSignal
+from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal
 
 # Signals read at the first block of the stack: the input of its attention, as the block itself computes it.
 
@@ -32,24 +32,20 @@ def modulate_chroma(block: Any, arguments: Arguments) -> torch.Tensor:
 def modulate_flux2(block: Any, arguments: Arguments) -> torch.Tensor:
     """Block 0's normalized image stream, with the scale and shift that all blocks share."""
     modulation = arguments["temb_mod_img"]
-    if modulation.ndim == 2:
-        modulation = modulation.unsqueeze(1)
-    shift, scale = modulation.chunk(6, dim=-1)[:2]
+    shift, scale = (modulation.unsqueeze(1) if modulation.ndim == 2 else modulation).chunk(6, dim=-1)[:2]
     return (1 + scale) * block.norm1(arguments["hidden_states"]) + shift
 
 
 def modulate_qwen(block: Any, arguments: Arguments) -> torch.Tensor:
-    """Block 0's modulated image stream; tokens of an image to edit may have a modulation of their own."""
-    modulation = block.img_mod(arguments["temb"]).chunk(2, dim=-1)[0]
-    normed = block.img_norm1(arguments["hidden_states"])
-    return block._modulate(normed, modulation, arguments.get("modulate_index"))[0]
+    """Block 0's modulated stream; some tokens may have a modulation of their own. In 2.1 all blocks share one."""
+    modulation = arguments["modulation"] if "modulation" in arguments else block.img_mod(arguments["temb"])
+    selected = arguments.get("modulate_index", arguments.get("target_token_mask"))
+    return block._modulate(block.img_norm1(arguments["hidden_states"]), modulation.chunk(2, dim=-1)[0], selected)[0]
 
 
-def modulate_qwen21(block: Any, arguments: Arguments) -> torch.Tensor:
-    """The same for Qwen-Image 2.1: text and images are one sequence, and all blocks share one modulation."""
-    modulation = arguments["modulation"].chunk(2, dim=-1)[0]
-    normed = block.img_norm1(arguments["hidden_states"])
-    return block._modulate(normed, modulation, arguments.get("target_token_mask"))[0]
+def modulate_lumina(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's adaptive RMS norm; in Lumina-Image 2.0 of the joint sequence of text and image."""
+    return block.norm1(arguments["hidden_states"], arguments["temb"])[0]
 
 
 def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
@@ -60,39 +56,27 @@ def modulate_hunyuan_video(block: Any, arguments: Arguments) -> torch.Tensor:
     return block.norm1(arguments["hidden_states"], arguments["temb"], *first_frame)[0]
 
 
-def modulate_lumina(block: Any, arguments: Arguments) -> torch.Tensor:
-    """Block 0's adaptive RMS norm; in Lumina-Image 2.0 of the joint sequence of text and image."""
-    return block.norm1(arguments["hidden_states"], arguments["temb"])[0]
-
-
 def modulate_z_image(block: Any, arguments: Arguments) -> torch.Tensor:
     """Layer 0's normalized sequence times (1 + scale); clean tokens may have a scale of their own."""
 
     def get_scale(embedding: torch.Tensor) -> torch.Tensor:
         return block.adaLN_modulation(embedding).unsqueeze(1).chunk(4, dim=-1)[0]
 
-    mask = arguments.get("noise_mask")
+    mask, normed = arguments.get("noise_mask"), block.attention_norm1(arguments["x"])
     if mask is None:
-        scale = get_scale(arguments["adaln_input"])
-    else:
-        noisy, clean = get_scale(arguments["adaln_noisy"]), get_scale(arguments["adaln_clean"])
-        scale = torch.where(mask.unsqueeze(-1) == 1, noisy, clean)
-    normed: torch.Tensor = block.attention_norm1(arguments["x"])
-    return normed * (1 + scale)
+        return normed * (1 + get_scale(arguments["adaln_input"]))
+    noisy, clean = get_scale(arguments["adaln_noisy"]), get_scale(arguments["adaln_clean"])
+    return normed * (1 + torch.where(mask.unsqueeze(-1) == 1, noisy, clean))
 
 
-def modulate_ltx(block: Any, arguments: Arguments) -> torch.Tensor:
-    """Block 0's normalized hidden states, with a scale and shift per token from a learned table."""
-    table = block.scale_shift_table
-    shift, scale = (table + arguments["temb"].unflatten(2, table.shape)).unbind(dim=2)[:2]
-    return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
+def modulate_by_table(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Block 0's normalized hidden states, with a scale and shift per token or per sample from a learned table.
 
-
-def modulate_pixart(block: Any, arguments: Arguments) -> torch.Tensor:
-    """The same with a scale and shift per sample; diffusers' BasicTransformerBlock calls the modulation `timestep`."""
-    table = block.scale_shift_table
-    modulation = arguments["temb"] if "temb" in arguments else arguments["timestep"]
-    shift, scale = (table + modulation.unflatten(1, table.shape)).split(1, dim=1)[:2]
+    diffusers' BasicTransformerBlock calls the modulation `timestep`.
+    """
+    table, modulation = block.scale_shift_table, arguments["temb"] if "temb" in arguments else arguments["timestep"]
+    per_token = modulation.unsqueeze(1) if modulation.ndim == 2 else modulation
+    shift, scale = (table + per_token.unflatten(2, table.shape)).unbind(dim=2)[:2]
     return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
 
 
@@ -144,12 +128,11 @@ def _apply_in_own_dtype(module: nn.Module, values: torch.Tensor) -> torch.Tensor
 
 def embed_cogvideox_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """The timestep embedding, plus the `ofs` embedding if the model has one (CogVideoX 1.5 image-to-video)."""
-    embedding: torch.Tensor = transformer.time_embedding(transformer.time_proj(timesteps).to(transformer.dtype))
+    embedding = transformer.time_embedding(transformer.time_proj(timesteps).to(transformer.dtype))
     if getattr(transformer, "ofs_embedding", None) is None:
         return embedding
     ofs = torch.full_like(timesteps[:1], 2.0)  # the constant that the image-to-video pipeline passes
-    ofs_embedding: torch.Tensor = transformer.ofs_embedding(transformer.ofs_proj(ofs).to(transformer.dtype))
-    return embedding + ofs_embedding
+    return embedding + transformer.ofs_embedding(transformer.ofs_proj(ofs).to(transformer.dtype))
 
 
 def embed_lumina_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
@@ -204,13 +187,10 @@ def _modulated(of_block: BlockSignal) -> tuple[Signal, ...]:
     return (Signal("modulated", of_block),)
 
 
-def _timed(of_time: TimeSignal) -> tuple[Signal, ...]:
-    return (Signal("time", of_time=of_time),)
-
-
 INPUT = (INPUT_SIGNAL,)
 FLUX = _modulated(modulate_flux)
 LUMINA = _modulated(modulate_lumina)
+QWEN = _modulated(modulate_qwen)
 WAN = (Signal("e", of_time=embed_wan_time), Signal("e0", of_time=project_wan_time))
 ENCODER = "encoder_hidden_states"
 
@@ -226,16 +206,16 @@ FAMILIES = (
     Family("Chroma", ("ChromaTransformer2DModel",), _modulated(modulate_chroma)),
     # Other image models
     Family("FLUX.2", ("Flux2Transformer2DModel",), _modulated(modulate_flux2), must_compute=check_cache_mode),
-    Family("Qwen-Image", ("QwenImageTransformer2DModel",), _modulated(modulate_qwen)),
-    Family(
-        "Qwen-Image 2.1", ("QwenImage21Transformer2DModel",), _modulated(modulate_qwen21), must_compute=check_cache_mode
-    ),
+    Family("Qwen-Image", ("QwenImageTransformer2DModel",), QWEN),
+    Family("Qwen-Image 2.1", ("QwenImage21Transformer2DModel",), QWEN, must_compute=check_cache_mode),
     # HiDream's distilled models use the signal `input`
-    Family("HiDream-I1", ("HiDreamImageTransformer2DModel",), (*_timed(embed_hidream_time), INPUT_SIGNAL)),
+    Family(
+        "HiDream-I1", ("HiDreamImageTransformer2DModel",), (Signal("time", of_time=embed_hidream_time), INPUT_SIGNAL)
+    ),
     Family(
         "Lumina-Image 2.0",
         ("Lumina2Transformer2DModel",),
-        (*LUMINA, *_timed(embed_lumina_time)),
+        (*LUMINA, Signal("time", of_time=embed_lumina_time)),
         head="layers",
         time_runs_up=True,
     ),
@@ -245,7 +225,7 @@ FAMILIES = (
     Family(
         "Latte, PixArt, Allegro",
         ("LatteTransformer3DModel", "PixArtTransformer2DModel", "AllegroTransformer3DModel"),
-        _modulated(modulate_pixart),
+        _modulated(modulate_by_table),
     ),
     Family(
         "HunyuanImage 2.1, HunyuanVideo 1.5",
@@ -277,8 +257,12 @@ FAMILIES = (
         ("HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"),
         _modulated(modulate_hunyuan_video),
     ),
-    Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"), _timed(embed_cogvideox_time)),
-    Family("LTX-Video", ("LTXVideoTransformer3DModel",), _modulated(modulate_ltx)),
+    Family(
+        "CogVideoX",
+        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+        (Signal("time", of_time=embed_cogvideox_time),),
+    ),
+    Family("LTX-Video", ("LTXVideoTransformer3DModel",), _modulated(modulate_by_table)),
     Family(
         "Mochi",
         ("MochiTransformer3DModel",),

@@ -1,8 +1,4 @@
-"""Reading the arguments of a forward, and unwrapping compiled or sharded modules.
-
-Arguments are bound by parameter name. Nested lists, tuples and dicts of tensors are reduced to what the engine
-compares between steps: tensors, structure, shapes and host values.
-"""
+"""Reading the arguments of a forward, and unwrapping compiled or sharded modules."""
 
 from __future__ import annotations
 
@@ -55,11 +51,9 @@ class ForwardSignature:
         cls: Any = type(transformer)  # mypy does not take a module class for hashable
         self.names = get_parameter_names(cls)
         self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
+        others = {name for name in self.names if any(word in name for word in _NOT_CONDITIONING_WORDS)}
         self._conditioning = tuple(conditioning) or tuple(
-            name
-            for name in self.names
-            if any(word in name for word in _CONDITIONING_WORDS)
-            and not any(word in name for word in _NOT_CONDITIONING_WORDS)
+            name for name in self.names if name not in others and any(word in name for word in _CONDITIONING_WORDS)
         )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

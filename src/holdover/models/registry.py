@@ -1,8 +1,4 @@
-"""What is declared about a transformer class: its family, and for untraceable models its extractor.
-
-A family declares only what a trace of one forward cannot show. The shipped families are in `families.py`; users add
-their own with `register_family`.
-"""
+"""What is declared about a transformer class: its family, and for untraceable models its extractor."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A *segment* is a stretch of the stack in which a stream is passed unbroken from block to block. Its residual is the
 output of its last block minus the input of its first. Whatever the model does between two blocks (ControlNet
-residuals, hints, concatenation) ends one segment and starts the next, so it runs live on a held step and is counted
-once.
+residuals, hints) ends one segment and starts the next, so it runs live on a held step and is counted once.
 
 Blocks are connected by tensor identity: an argument that is the same object as an earlier block's output continues that
 output's stream. A trace keeps only the inputs of each list's first block and the outputs of each list's last block, so
@@ -86,11 +85,6 @@ class Stack:
         return dict(Counter(call.blocks for call in self.calls))
 
     @property
-    def group_count(self) -> int:
-        """The number of residuals held if those of each group are summed."""
-        return len({segment.group for segment in self.segments})
-
-    @property
     def side_output_count(self) -> int:
         """The number of outputs that no later block continues."""
         return sum(len(call.side_outputs) for call in self.calls)
@@ -108,7 +102,7 @@ class Stack:
 
     @property
     def group_names(self) -> dict[int, str]:
-        """A readable name per group: list and stream of its last segment."""
+        """A readable name per group of residuals that may be held as one sum: list and stream of its last segment."""
         return {segment.group: f"{segment.blocks}.{segment.stream}" for segment in self.segments}
 
     def find_main_link(self, call: BlockCall) -> StreamLink | None:
@@ -124,20 +118,14 @@ class Stack:
 
 
 def find_block_lists(transformer: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the block lists of a transformer by attribute name.
-
-    These are the ModuleLists among its direct children and inside a direct ModuleDict (`name.key`). Deeper lists are
-    internals of embedders and blocks.
-    """
-    candidates: list[tuple[str, nn.Module]] = []
+    """Return the direct block lists by attribute name; one inside a direct ModuleDict is called `name.key`."""
+    candidates: dict[str, nn.Module] = {}
     for name, child in transformer.named_children():
-        if isinstance(child, nn.ModuleDict):
-            candidates += [(f"{name}.{key}", inner) for key, inner in child.items()]
-        else:
-            candidates.append((name, child))
+        inner = child.items() if isinstance(child, nn.ModuleDict) else ()
+        candidates |= {f"{name}.{key}": blocks for key, blocks in inner} or {name: child}
     return {
         name: blocks
-        for name, blocks in candidates
+        for name, blocks in candidates.items()
         if isinstance(blocks, nn.ModuleList) and len(blocks) and not any(word in name for word in _HELPER_WORDS)
     }
 
@@ -160,7 +148,7 @@ class _TracedList:
     """What a trace keeps of one block list."""
 
     first_inputs: dict[ArgumentKey, torch.Tensor]
-    distances: dict[tuple[int, ArgumentKey], torch.Tensor]  # of the first block's outputs from its inputs
+    distances: dict[tuple[int, ArgumentKey], torch.Tensor]  # mean, of the first block's outputs from its inputs
     varying: set[ArgumentKey] = field(default_factory=set)  # arguments that are not the same object in every call
     last_call: int = 0
     last_outputs: tuple[Any, ...] = ()
@@ -185,7 +173,15 @@ class Trace:
         outputs, width = _as_tuple(output, block)
         traced = self._lists.get(blocks)
         if traced is None:
-            traced = self._lists[blocks] = _TracedList(inputs, _measure_distances(inputs, outputs))
+            distances = {
+                (slot, key): (output - given).abs().mean()
+                for slot, output in enumerate(outputs)
+                for key, given in inputs.items()
+                if isinstance(output, torch.Tensor)
+                and _get_spec(output) == _get_spec(given)
+                and output.is_floating_point()
+            }
+            traced = self._lists[blocks] = _TracedList(inputs, distances)
         else:
             traced.varying |= {key for key, t in inputs.items() if t is not traced.first_inputs.get(key)}
         traced.last_call, traced.last_outputs = len(self._calls), outputs
@@ -205,7 +201,10 @@ class Trace:
         return None
 
     def build_stack(self, head: str | None = None) -> Stack:
-        """Return the stack these calls make; `head` is the list at whose first block a signal is read."""
+        """Return the stack these calls make.
+
+        `head` is the list at whose first block a signal is read; by default the first list that prepares nothing.
+        """
         streams = {name: self._find_streams(name, traced) for name, traced in self._lists.items()}
         if not any(streams.values()):
             raise UntraceableError("No list of blocks passes a stream from block to block in this forward.")
@@ -239,7 +238,10 @@ class Trace:
             linked = {link.slot for link in links}
             sides = tuple(s for s, spec in enumerate(call.outputs) if spec is not None and s not in linked)
             calls.append(BlockCall(call.blocks, call.index, call.width, links, sides))
-        return Stack(tuple(calls), tuple(segments), _find_head(calls, head))
+        lists = [call.blocks for call in calls]
+        if head is None:
+            head = next((name for name in lists if not any(word in name for word in _PREPARATION_WORDS)), None)
+        return Stack(tuple(calls), tuple(segments), lists.index(head) if head in lists else 0)
 
     def _find_streams(self, name: str, traced: _TracedList) -> dict[int, ArgumentKey]:
         """Return for each output slot of a list's blocks the argument whose stream it continues."""
@@ -250,20 +252,10 @@ class Trace:
                 if self._calls[source].blocks == name and key not in streams.values():
                     streams.setdefault(slot, key)
         for slot in range(max(len(call.outputs) for call in calls)):
-            if slot not in streams:
-                match = _match_by_shape(slot, calls, traced, taken=set(streams.values()))
-                if match is not None:
-                    streams[slot] = match
+            match = None if slot in streams else _match_by_shape(slot, calls, traced, taken=set(streams.values()))
+            if match is not None:
+                streams[slot] = match
         return {slot: key for slot, key in streams.items() if _preserves_shape(slot, key, calls)}
-
-
-def _find_head(calls: Sequence[BlockCall], declared: str | None) -> int:
-    """Return the number of the first call of the declared list, or else of the first list that prepares nothing."""
-    for number, call in enumerate(calls):
-        prepares = any(word in call.blocks for word in _PREPARATION_WORDS)
-        if call.blocks == declared or (declared is None and not prepares):
-            return number
-    return 0
 
 
 def _match_by_shape(
@@ -274,11 +266,8 @@ def _match_by_shape(
     It has the same shape and is a different object in each call. Of several, it is the nearest in value, because a
     block adds little to its input.
     """
-    candidates = [
-        key
-        for key in traced.first_inputs
-        if key not in taken and (len(calls) == 1 or key in traced.varying) and _preserves_shape(slot, key, calls)
-    ]
+    varying = (key for key in traced.first_inputs if len(calls) == 1 or key in traced.varying)
+    candidates = [key for key in varying if key not in taken and _preserves_shape(slot, key, calls)]
     if len(candidates) > 1:
         candidates.sort(key=lambda key: float(traced.distances[slot, key]))
     return candidates[0] if candidates else None
@@ -287,18 +276,6 @@ def _match_by_shape(
 def _preserves_shape(slot: int, key: ArgumentKey, calls: Sequence[_TracedCall]) -> bool:
     returned = [call for call in calls if slot < len(call.outputs) and call.outputs[slot] is not None]
     return bool(returned) and all(call.outputs[slot] == call.inputs.get(key) for call in returned)
-
-
-def _measure_distances(
-    inputs: Mapping[ArgumentKey, torch.Tensor], outputs: Sequence[Any]
-) -> dict[tuple[int, ArgumentKey], torch.Tensor]:
-    """Return the mean absolute difference between each output and each input of the same shape."""
-    return {
-        (slot, key): (output - given).abs().mean()
-        for slot, output in enumerate(outputs)
-        for key, given in inputs.items()
-        if isinstance(output, torch.Tensor) and _get_spec(output) == _get_spec(given) and output.is_floating_point()
-    }
 
 
 def _as_tuple(output: Any, block: nn.Module) -> tuple[tuple[Any, ...], int]:

@@ -48,8 +48,7 @@ def encode(value: Any) -> Any:
 
 def decode(cls: type[T], values: Any, where: str) -> T:
     """An instance of a dataclass from JSON values; a wrong value is a ProfileError that names it."""
-    if not isinstance(values, dict):
-        raise _wrong_type(where, "an object", values)
+    _check_type(values, (dict,), where)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
@@ -73,16 +72,14 @@ def _decode_value(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         item = arguments[0]
         if typing.get_origin(item) is tuple:  # (name, value) pairs are an object
-            if not isinstance(value, dict):
-                raise _wrong_type(where, "an object", value)
+            _check_type(value, (dict,), where)
             inner = typing.get_args(item)[1]
             return tuple((name, _decode_value(inner, v, f"{where}.{name}")) for name, v in value.items())
-        if not isinstance(value, list):
-            raise _wrong_type(where, "a list", value)
+        _check_type(value, (list,), where)
         return tuple(_decode_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
     options = arguments or (hint,)
-    if type(value) not in options and not (type(value) is int and float in options):
-        raise _wrong_type(where, " or ".join(_WORDS[option] for option in options), value)
+    if not (type(value) is int and float in options):
+        _check_type(value, options, where)
     if type(value) is float or (type(value) is int and int not in options):
         try:
             value = float(value)
@@ -93,8 +90,10 @@ def _decode_value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _wrong_type(where: str, wanted: str, value: Any) -> ProfileError:
-    return ProfileError(f"{where} must be {wanted}, not {_WORDS[type(value)]}.")
+def _check_type(value: Any, options: tuple[type, ...], where: str) -> None:
+    if type(value) not in options:
+        wanted = " or ".join(_WORDS[option] for option in options)
+        raise ProfileError(f"{where} must be {wanted}, not {_WORDS[type(value)]}.")
 
 
 def parse_json(text: str, where: str) -> Any:

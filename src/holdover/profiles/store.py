@@ -23,7 +23,6 @@ Source = Profile | str | None
 FORMAT = "holdover-profile"
 VERSION = 1
 _KINDS: dict[str, type[MethodProfile]] = {"tea_cache": TeaCacheProfile, "mag_cache": MagCacheProfile}
-_FILES = {"tea_cache": "teacache.json", "mag_cache": "magcache.json"}
 _ABSENT = object()
 
 
@@ -34,9 +33,9 @@ def shipped(method: MagCacheName) -> tuple[MagCacheProfile, ...]: ...
 @cache
 def shipped(method: MethodName) -> tuple[MethodProfile, ...]:
     """The shipped profiles of one method; of several for one class, the first is the default."""
-    if method not in _FILES:
-        raise ProfileError(f"There are no profiles for method {method!r}.{did_you_mean(method, _FILES)}")
-    name = _FILES[method]
+    if method not in _KINDS:
+        raise ProfileError(f"There are no profiles for method {method!r}.{did_you_mean(method, _KINDS)}")
+    name = f"{method.replace('_', '')}.json"
     values = parse_json(Path(__file__).with_name(name).read_text(encoding="utf-8"), name)
     entries = _check_head(values, f"{FORMAT}s", method, name)["profiles"]
     return tuple(decode(_KINDS[method], entry, f"{name}[{i}]") for i, entry in enumerate(entries))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -54,13 +54,6 @@ def position_ids(height: int, width: int, patch: int, device: torch.device | Non
     return torch.cartesian_prod(*axes).float()
 
 
-def compute_shift(config: Mapping[str, Any], image_tokens: int) -> float:
-    """Flux's `mu` for schedulers that shift by resolution: linear in the number of image tokens."""
-    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    return float(start + (end - start) * (image_tokens - low) / (high - low))
-
-
 class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
     """Text-to-emoji: `EmojiPipeline.from_pretrained(folder)("red apple, glossy 3d style").images[0]`.
 
@@ -102,6 +95,7 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         self._guidance_scale = 1.0
         self._num_timesteps = 0
         self._interrupt = False
+        self._patch = patch_size
 
     @property
     def guidance_scale(self) -> float:
@@ -114,10 +108,6 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
     @property
     def num_timesteps(self) -> int:
         return self._num_timesteps
-
-    @property
-    def _patch(self) -> int:
-        return int(self.config.patch_size)
 
     @staticmethod
     def calibration_prompts() -> list[str]:
@@ -161,8 +151,8 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
         latents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Noise for `batch_size` images as (B, tokens, channels), or the given latents on the device."""
-        patch = self._patch
-        shape = (batch_size, (size[0] // patch) * (size[1] // patch), self.transformer.config.in_channels)
+        rows, columns = (pixels // self._patch for pixels in size)
+        shape = (batch_size, rows * columns, self.transformer.config.in_channels)
         if latents is None:
             if isinstance(generator, list) and len(generator) != batch_size:
                 raise ConfigError(f"{len(generator)} generators for {batch_size} images; pass one, or one per image")
@@ -192,8 +182,10 @@ class EmojiPipeline(DiffusionPipeline):  # type: ignore[misc]
             arguments["sigmas"] = list(sigmas)
         elif takes_sigmas and not config.get("use_flow_sigmas", False):
             arguments["sigmas"] = np.linspace(1.0, 1 / steps, steps)
-        if config.get("use_dynamic_shifting", False):
-            arguments["mu"] = compute_shift(config, image_tokens)
+        if config.get("use_dynamic_shifting", False):  # by resolution: linear in the number of image tokens
+            low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+            start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+            arguments["mu"] = float(start + (end - start) * (image_tokens - low) / (high - low))
         self.scheduler.set_timesteps(device=device, **arguments)
         self.scheduler.set_begin_index(0)
         return torch.as_tensor(self.scheduler.timesteps)
@@ -345,14 +337,10 @@ def _count_prompts(prompt: Prompts, negative_prompt: Prompts, embeds: Embeds) ->
             raise ConfigError("pass prompt or prompt_embeds (with pooled_prompt_embeds), one of the two")
         if texts is not None and states is not None:
             raise ConfigError(f"pass {prefix}prompt or {prefix}prompt_embeds, not both")
-        if texts is None or isinstance(texts, str):
-            continue
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        is_list = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+        if not (texts is None or isinstance(texts, str) or is_list):
             raise ConfigError(f"{prefix}prompt is {texts!r}; use a string or a list of at least one string")
-    given, negatives = (
-        (prompt if embeds[0] is None else embeds[0]),
-        (negative_prompt if embeds[2] is None else embeds[2]),
-    )
+    given, negatives = prompt if embeds[0] is None else embeds[0], negative_prompt if embeds[2] is None else embeds[2]
     count = 1 if given is None or isinstance(given, str) else len(given)
     if negatives is not None and not isinstance(negatives, str) and len(negatives) != count:
         raise ConfigError(f"{len(negatives)} negative prompts for {count} prompts; pass one, or one per prompt")
