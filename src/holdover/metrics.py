@@ -34,8 +34,7 @@ __all__ = [
 PSNR_CAP = 100.0
 """The PSNR in decibels that equal images count for in a mean; differences far below this are invisible."""
 
-SSIM_WINDOW = 11
-"""The side of the window of SSIM in pixels; smaller images have no SSIM."""
+SSIM_WINDOW = 11  # the side of the window of SSIM in pixels; smaller images have no SSIM
 
 _WHITE = 254.5 / 255  # a pixel of at least this value is displayed as white
 _SSIM_SIGMA, _SSIM_C1, _SSIM_C2 = 1.5, 0.01**2, 0.03**2

@@ -17,7 +17,7 @@ from torch import nn
 from ..engine.blocks import BlockPass
 from ..engine.install import CachedTransformer
 from ..engine.method import Method
-from ..engine.parallel import known_to_shards, true_on_all
+from ..engine.parallel import known_to_shards, largest
 from ..engine.signals import change_across_ranks
 from ..engine.state import ForwardCall, Outcome
 from ..engine.storage import HeldTensors, RecentDict
@@ -137,7 +137,7 @@ class CacheDiTRunner:
 
     def _equal(self, one: Any, other: Any) -> bool:
         """Whether two outputs are bit-identical on all ranks."""
-        return true_on_all(self._transformer.groups, equal_outputs(one, other))
+        return largest(self._transformer.groups, float(not equal_outputs(one, other))) == 0.0
 
     def _refusal(self, call: ForwardCall, problem: str, details: object) -> UnsupportedModelError:
         """An error that names the model, the arguments that cause the problem, and an alternative."""

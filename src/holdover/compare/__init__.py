@@ -6,8 +6,6 @@ results = compare(pipe, Comparison(prompts=("red apple",), candidates=(MethodCan
 print(results)
 """
 
-from __future__ import annotations
-
 from .baselines import SecondOrderScheduler, build_frontier_comparison, diffusers_cache
 from .results import Folder, Results, Row
 from .runner import ProgressCallback, compare

@@ -13,8 +13,7 @@ from ..base import CacheBackend
 from ..errors import ConfigError, did_you_mean
 from ..selector import own_config
 
-Strips = Mapping[str, str]
-"""By branch, one letter per forward of a generation: `C` computed, `h` held."""
+Strips = Mapping[str, str]  # by branch, one letter per forward of a generation: `C` computed, `h` held
 StripSource = CacheBackend | Callable[[], Strips] | None
 
 

@@ -98,7 +98,7 @@ class EngineBackend(CacheBackend[ConfigT]):
         return self._require_engine().use(self.make_method(self.settings.replaced(**settings)))
 
     def off(self) -> AbstractContextManager[None]:
-        return self._require_engine().use(NoneMethod())
+        return self._require_engine().use(NoneMethod(NoneConfig()))
 
     def reports(self) -> dict[str, ReplayReport]:
         """The replay check of each transformer that has run, by name."""
@@ -126,12 +126,8 @@ class NoneBackend(EngineBackend[NoneConfig]):
 
 def find_cache(target: Any) -> CacheBackend | None:
     """The cache that is on a pipeline or transformer, if there is one."""
-    for module in find_transformers(target).values():
-        engine = find_engine(module)
-        if engine is not None:
-            cache: CacheBackend | None = engine.owner
-            return cache
-    return None
+    engines = (find_engine(module) for module in find_transformers(target).values())
+    return next((engine.owner for engine in engines if engine is not None), None)
 
 
 def find_transformers(target: Any) -> dict[str, nn.Module]:
@@ -163,7 +159,7 @@ def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
         raise EnableError(
             f"There already is a holdover cache on this {type(transformer).__name__}: disable() it first."
         )
-    cached, method = CachedTransformer("transformer", transformer), NoneMethod()
+    cached, method = CachedTransformer("transformer", transformer), NoneMethod(NoneConfig())
     reason = None if cached.family.must_compute is None else cached.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")
@@ -189,21 +185,17 @@ class BranchStateManager(Generic[StateT]):
 
     def __init__(self, state_class: Callable[[], StateT]) -> None:
         self._state_class = state_class
-        self._backend: EngineBackend[Any] | None = None
-
-    def follow(self, backend: EngineBackend[Any]) -> None:
-        """Show the states of this cache."""
-        self._backend = backend
+        self.backend: EngineBackend[Any] | None = None  # the cache whose states are shown
 
     def get_state(self) -> StateT:
         """The state of the branch that runs or ran last; a new one between generations."""
-        state = None if self._backend is None else self._backend.branch_state()
+        state = None if self.backend is None else self.backend.branch_state()
         return state if state is not None else self._state_class()
 
     def reset(self) -> None:
         """Forget everything: the next forward starts a generation."""
-        if self._backend is not None and self._backend.is_enabled():
-            self._backend.forget()
+        if self.backend is not None and self.backend.is_enabled():
+            self.backend.forget()
 
 
 class MethodHook(ModelHook, Generic[StateT]):  # type: ignore[misc]

@@ -102,10 +102,6 @@ class SchedulerClock:
             self.running = False
             self._on_end()
 
-    def stop(self) -> None:
-        """The forwards to come do not belong to the generation that ran."""
-        self.running = False
-
     @property
     def grid(self) -> Grid:
         """The scheduler's timesteps as noise levels; read once a generation, before its first step."""

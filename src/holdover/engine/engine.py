@@ -20,7 +20,7 @@ from ..grid import Grid
 from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
-from ..stats import Ledger, Stats, StepRecord
+from ..stats import GenerationStats, Ledger, Stats, StepRecord
 from .branches import Branches
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
 from .install import CachedTransformer, Overrides
@@ -203,7 +203,10 @@ class Engine:
         generation = self._generation
         generation.step = step
         if transformer not in generation.grids:
-            generation.add_transformer(transformer, self._steps_from(transformer, step), self.pipeline)
+            grid = self._steps_from(transformer, step)
+            if grid.bounded and generation.stats.steps is None:
+                generation.stats.steps = grid.length
+            generation.grids[transformer] = transformer.family.range_of(self.pipeline, transformer.module, grid)
         branches = generation.branches.get(transformer)
         if branches is None:
             branches = generation.branches[transformer] = Branches(transformer.groups.cfg_rank)
@@ -244,24 +247,24 @@ class Engine:
         generation.drop()
         if generation.open and generation.stats.forwards:
             generation.method.on_end()
-            _warn_if_inactive(generation)
+            if is_inactive(generation.stats):
+                warnings.warn(
+                    "Nothing could be held: no forward of this generation belonged to the same branch as an earlier "
+                    "one, because its conditioning changes at every step. Name the branches with "
+                    "`with transformer.cache_context(name):`.",
+                    HoldoverWarning,
+                    stacklevel=2,
+                )
         generation.open = False
 
     def _interrupt(self) -> None:
         """The next forward belongs to another generation."""
-        self._clock.stop()
+        self._clock.running = False
         self._timestep_clock.restart()
 
 
-def _warn_if_inactive(generation: Generation) -> None:
-    forwards = generation.stats.forwards
-    first_steps = {v.transformer: v.step for v in reversed(forwards)}
-    later = [v for v in forwards if v.step > first_steps[v.transformer]]
-    if len(later) > 1 and all(v.reason == NOTHING_HELD.reason for v in later):
-        warnings.warn(
-            "Nothing could be held: no forward of this generation belonged to the same branch as an earlier one, "
-            "because its conditioning changes at every step. Name the branches with "
-            "`with transformer.cache_context(name):`.",
-            HoldoverWarning,
-            stacklevel=2,
-        )
+def is_inactive(generation: GenerationStats) -> bool:
+    """Whether no forward of a generation found anything to hold after its transformer's first step."""
+    first_steps = {f.transformer: f.step for f in reversed(generation.forwards)}
+    later = [f for f in generation.forwards if f.step > first_steps[f.transformer]]
+    return len(later) > 1 and all(f.reason == NOTHING_HELD.reason for f in later)

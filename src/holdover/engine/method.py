@@ -103,8 +103,5 @@ class NoneMethod(Method[NoneConfig]):
     name = "none"
     holds = False
 
-    def __init__(self, config: NoneConfig | None = None) -> None:
-        super().__init__(config or NoneConfig())
-
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
         return AlwaysCompute()

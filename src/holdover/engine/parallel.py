@@ -167,11 +167,6 @@ def largest(groups: Groups, value: float) -> float:
     return value
 
 
-def true_on_all(groups: Groups, condition: bool) -> bool:
-    """Whether a condition is true on every rank that runs the same blocks."""
-    return largest(groups, 0.0 if condition else 1.0) == 0.0
-
-
 def known_to_shards(groups: Groups, known: bool) -> bool:
     """Whether every rank that shares the weights has traced and checked its forward.
 
@@ -207,7 +202,10 @@ class SequenceSplits:
         if self._hooks:
             yield
             return
-        found = [(block, hook, hook.metadata) for block in blocks for hook in _split_hooks(block)]
+        found = []
+        for block in blocks:
+            hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {}).values()
+            found += [(block, h, h.metadata) for h in hooks if isinstance(h, ContextParallelSplitHook)]
         for block, hook, metadata in found:
             hook.metadata = {key: split for key, split in metadata.items() if _splits_output(split)}
             own = ContextParallelSplitHook(
@@ -223,13 +221,10 @@ class SequenceSplits:
             self._hooks.clear()
             self._parts.clear()
 
-    def wrap(self, proxies: Iterable[Any], blocks: Sequence[nn.Module]) -> Iterable[Any]:
-        """The proxies of a list's blocks, each with its block's split in front; iterated when the model does."""
-        return _SplitProxies(self, proxies, blocks)
-
-    def hooks_of(self, block: nn.Module) -> list[ContextParallelSplitHook] | None:
-        """The splits taken over from a block."""
-        return self._hooks.get(id(block))
+    def wrap(self, proxies: Iterable[Any], blocks: Sequence[nn.Module]) -> list[Any]:
+        """The proxies of a list's blocks, each with its block's split in front."""
+        hooks = [self._hooks.get(id(block)) for block in blocks]
+        return [p if own is None else _SplitProxy(self, own, p) for p, own in zip(proxies, hooks, strict=False)]
 
     def split(self, hook: ContextParallelSplitHook, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with this rank's parts; the same tensor always becomes the same part."""
@@ -241,20 +236,6 @@ class SequenceSplits:
         if part is whole or not isinstance(whole, torch.Tensor):
             return part
         return self._parts.setdefault((id(whole), part.shape), (whole, part))[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _SplitProxies:
-    """The proxies of one list, with the splits of the blocks they stand for."""
-
-    splits: SequenceSplits
-    proxies: Iterable[Any]
-    blocks: Sequence[nn.Module]
-
-    def __iter__(self) -> Iterator[Any]:
-        for proxy, block in zip(self.proxies, self.blocks, strict=False):
-            hooks = self.splits.hooks_of(block)
-            yield proxy if hooks is None else _SplitProxy(self.splits, hooks, proxy)
 
 
 class _SplitProxy:
@@ -280,12 +261,6 @@ class _SplitProxy:
     def __class__(self) -> type:
         found: type = self._proxy.__class__
         return found
-
-
-def _split_hooks(block: nn.Module) -> list[ContextParallelSplitHook]:
-    registry = getattr(block, "_diffusers_hook", None)
-    hooks = () if registry is None else registry.hooks.values()
-    return [hook for hook in hooks if isinstance(hook, ContextParallelSplitHook)]
 
 
 def _splits_output(split: Any) -> bool:

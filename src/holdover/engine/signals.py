@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,21 +108,10 @@ class SignalReading:
         return self.value.nbytes
 
 
-@dataclass(frozen=True)
-class KnownChanges:
-    """The changes of a signal that depends on the timestep alone, for every step of a generation."""
-
-    changes: tuple[float, ...]
-
-    def between(self, last: int | None, step: int) -> float | None:
-        """The change between the step a branch last ran at and this one."""
-        return None if last is None else sum(self.changes[last + 1 : step + 1])
-
-
 def compute_changes(
     transformer: CachedTransformer, signal: TimeSignal, grid: Grid, step: int, timestep: Any
-) -> KnownChanges | None:
-    """All changes of a timestep-only signal, read once; None where the later timesteps are not known.
+) -> tuple[float, ...] | None:
+    """The change of a timestep-only signal at every step, read once; None where the later timesteps are not known.
 
     A pipeline may scale its timesteps before the model sees them: the first timestep shows by how much.
     """
@@ -138,7 +126,7 @@ def compute_changes(
     with gather_weights(transformer.core):
         rows = signal(transformer.core, times.to(_embedder_device(transformer, timestep), timestep.dtype)).flatten(1)
     changes = (rows[1:] - rows[:-1]).abs().mean(1) / rows[:-1].abs().mean(1)
-    return KnownChanges((0.0, *(float(c) for c in changes.float().tolist())))
+    return (0.0, *(float(c) for c in changes.float().tolist()))
 
 
 def read_time_signal(transformer: CachedTransformer, signal: TimeSignal, timestep: Any) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from ..policies.base import NOTHING_HELD, Decision, Policy
 from ..predictors import Hold, Predictor
 from ..stats import GenerationStats
 from .branches import Branches
-from .signals import KnownChanges, SignalReading, compute_changes, read_time_signal
+from .signals import SignalReading, compute_changes, read_time_signal
 from .storage import ON_DEVICE, HeldTensors, Storage
 
 if TYPE_CHECKING:
@@ -96,13 +96,7 @@ class Generation:
         self.grids: dict[CachedTransformer, Grid] = {}  # the steps each transformer handles
         self.branches: dict[CachedTransformer, Branches] = {}
         self.states: dict[tuple[CachedTransformer, str], BranchState] = {}
-        self.known_changes: dict[CachedTransformer, KnownChanges | None] = {}
-
-    def add_transformer(self, transformer: CachedTransformer, grid: Grid, pipeline: Any) -> None:
-        """Settle at a transformer's first forward which of the steps it handles."""
-        if grid.bounded and self.stats.steps is None:
-            self.stats.steps = grid.length
-        self.grids[transformer] = transformer.family.range_of(pipeline, transformer.module, grid)
+        self.known_changes: dict[CachedTransformer, tuple[float, ...] | None] = {}
 
     def add_branch(self, transformer: CachedTransformer, branch: str) -> BranchState:
         """The state of a branch that runs for the first time."""
@@ -147,7 +141,7 @@ class ForwardCall:
     reads_late: bool = False  # decide before the signal of this step is read
     change: float | None = None
     _signal: Signal | None = None
-    _known: KnownChanges | None = None
+    _known: tuple[float, ...] | None = None
 
     def prepare_signal(self, signal: Signal) -> None:
         """Find out how this call learns the change of the policy's signal."""
@@ -173,7 +167,7 @@ class ForwardCall:
         """How much the signal has changed since this branch's last step."""
         state = self.state
         if self._known is not None:
-            return self._known.between(state.last_step, self.step)
+            return None if state.last_step is None else sum(self._known[state.last_step + 1 : self.step + 1])
         if signal is None and self._signal is not None and self._signal.of_time is not None:
             signal = read_time_signal(self.transformer, self._signal.of_time, self.timestep)
         if self.reads_late:  # the change at the last step if that was computed: reading it overlaps with its blocks

@@ -226,15 +226,14 @@ class UnreadStream(torch.Tensor):
         raise UnreadStreamError(read.group)
 
 
-class OutputSlot:
-    """Marks the position of a tensor that was taken out of an output."""
+_SLOT = object()  # marks the position of a tensor that was taken out of an output
 
 
 def map_output(value: Any, function: Callable[[Any], Any]) -> Any:
     """A transformer's output with every tensor, or every slot left by one, replaced; None leaves a slot."""
-    if isinstance(value, (torch.Tensor, OutputSlot)):
+    if isinstance(value, torch.Tensor) or value is _SLOT:
         replaced = function(value)
-        return OutputSlot() if replaced is None else replaced
+        return _SLOT if replaced is None else replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: map_output(getattr(value, f.name), function) for f in dataclasses.fields(value)}
         return type(value)(**fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from ..engine.backend import EngineBackend
@@ -74,14 +73,14 @@ class MagCacheMethod(Method[MagCacheConfig]):
             return AlwaysCompute()
         if not grid.bounded:
             grid = Grid(self.declared_steps)
-        profile, settings = self._profiles[transformer], self.config
+        profile, settings, last = self._profiles[transformer], self.config, grid.count - 1
         return MagCachePolicy(
             settings.mag_threshold,
             settings.mag_max_skip_steps,
             settings.mag_retention_ratio,
             self._ratios(profile, branch, grid),
             grid,
-            frozenset(_moved(profile.never_hold, profile.num_inference_steps, grid.count)),
+            frozenset(round(step * last / max(profile.num_inference_steps - 1, 1)) for step in profile.never_hold),
         )
 
     def _ratios(self, profile: MagCacheProfile, branch: str, grid: Grid) -> tuple[float, ...]:
@@ -124,11 +123,6 @@ def _as_profile(name: str, transformer: CachedTransformer, branches: dict[str, t
         branches=lists,
         source=(("given by", name),),
     )
-
-
-def _moved(steps: Sequence[int], of: int, to: int) -> list[int]:
-    """Step indices of one grid on another, by their place."""
-    return [round(step * (to - 1) / max(of - 1, 1)) for step in steps]
 
 
 class MagCacheBackend(EngineBackend[MagCacheConfig]):

@@ -1,14 +1,7 @@
 """The planned cache: which steps to compute, and how the others are predicted, is decided before the first step.
 
 A held step's output is a weighted sum of outputs computed before it. Inner products of outputs, measured on a few
-uncached generations, are enough to compute the best schedule and the best weights in advance:
-
-    measure.py (+ recording.py, calls.py)   `calibrate`: run the pipeline uncached, write a profile
-    error_model.py                          simulate the error of a schedule, fit its weights
-    search.py                               the best schedule for every number of computed steps
-    planner.py (+ generation.py)            the plan for a configuration, a profile and a generation
-    method.py                               run time, with a guard that may add computed steps
-    tune.py, polish.py                      trials on the model: certify a target, improve a plan
+uncached generations, are enough to compute the best schedule and the best weights in advance.
 
 Prior work: schedules by dynamic programming (DPCache, arXiv:2602.22654), fitted linear weights for each step (L2P,
 2604.26365), path search under a budget (LeMiCa 2511.00090, MeanCache 2601.19961, BudCache 2606.13496), learned linear
@@ -16,8 +9,6 @@ solvers (bespoke non-stationary solvers, 2403.01329), forecasts over all compute
 found in them: fitting along the trajectory that the plan really takes, weights for each guidance branch, certificates,
 and the guard.
 """
-
-from __future__ import annotations
 
 from .config import PlanConfig
 from .measure import calibrate

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
-from ..engine.method import Method, NoneMethod, Runner
+from ..engine.method import Method, NoneConfig, NoneMethod, Runner
 from ..engine.state import ComputedForward
 from ..errors import ConfigError, HoldoverError, UnsupportedModelError
 from ..grid import Grid
@@ -75,7 +75,7 @@ def calibrate(
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
     caller, batches = Caller(pipe, num_inference_steps, guidance_scale, call), make_batches(chosen, batch_size, seed)
     bar = tqdm(total=2 * len(batches), disable=not progress, desc="calibrating", unit="run")
-    with bar, installed_engine(pipe, NoneMethod()) as engine:
+    with bar, installed_engine(pipe, NoneMethod(NoneConfig())) as engine:
         session = _CalibrationSession(caller, engine, store, seams)
         for batch in batches:
             session.measure(batch, bar)

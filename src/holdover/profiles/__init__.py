@@ -1,7 +1,5 @@
 """Measured constants of models, each with its provenance: the shipped ones, and those a user measures."""
 
-from __future__ import annotations
-
 from .profile import (
     Certificate,
     MagCacheDefaults,

@@ -1,7 +1,5 @@
 """The report of a comparison: one HTML file with images, plots, steps and a table, without network resources."""
 
-from __future__ import annotations
-
 from .plots import Prediction
 from .view import write_report
 

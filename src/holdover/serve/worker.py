@@ -36,8 +36,7 @@ from .validation import TARGET_METHOD, ModelInfo, format_size
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3
-"""Unexpected failures in a row after which the device counts as broken."""
+MAX_FAILURES = 3  # unexpected failures in a row after which the device counts as broken
 
 
 class CancelledGenerationError(Exception):

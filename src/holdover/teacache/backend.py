@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,25 +19,6 @@ from ..models.registry import INPUT_SIGNAL, Signal
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import UNNAMED, TeaCacheConfig
-
-
-@dataclass(frozen=True)
-class _Constants:
-    """What TeaCache knows of one transformer."""
-
-    signal: Signal
-    profile: TeaCacheProfile | None
-    coefficients: tuple[float, ...] | None
-
-    def polynomial(self, branch: str) -> Polynomial:
-        if self.coefficients is not None:
-            return polynomial_of(TeaCacheFit(self.coefficients))
-        assert self.profile is not None
-        return polynomial_of(self.profile.fit(branch))
-
-    @property
-    def retained(self) -> int:
-        return self.profile.retained if self.profile is not None else 1
 
 
 @cache
@@ -68,14 +48,13 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
 
     def __init__(self, config: TeaCacheConfig) -> None:
         super().__init__(config)
-        self._constants: dict[CachedTransformer, _Constants] = {}
+        self._constants: dict[CachedTransformer, tuple[Signal, TeaCacheProfile]] = {}
         self.storage = STORAGES[config.hold_in]
         self.reads_late = config.read == "late"
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
-        constants = self._constants[transformer] = self._resolve(transformer, pipeline)
-        branches = [""] if constants.profile is None else [branch for branch, _ in constants.profile.fits]
-        least = max(constants.polynomial(branch).minimum() for branch in branches)
+        signal, profile = self._constants[transformer] = self._resolve(transformer, pipeline)
+        least = max(polynomial_of(fit).minimum() for _, fit in profile.fits)
         if 0 < self.config.rel_l1_thresh <= least:
             warnings.warn(
                 f"TeaCache can never hold a step of {transformer.class_name} at "
@@ -85,15 +64,19 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
                 HoldoverWarning,
                 stacklevel=6,  # the caller of holdover.enable
             )
-        source = "coefficients given" if constants.profile is None else f"profile {constants.profile.name}"
-        return (f"{transformer.name}: signal {constants.signal.name}, {source}",)
+        source = "coefficients given" if self.config.coefficients is not None else f"profile {profile.name}"
+        return (f"{transformer.name}: signal {signal.name}, {source}",)
 
-    def _resolve(self, transformer: CachedTransformer, pipeline: Any) -> _Constants:
+    def _resolve(self, transformer: CachedTransformer, pipeline: Any) -> tuple[Signal, TeaCacheProfile]:
         settings = self.config
         if settings.signal is not None:
             resolve_signal(transformer, settings.signal)  # an unknown name is an error of its own
         if settings.coefficients is not None:
-            return _Constants(resolve_signal(transformer, settings.signal), None, settings.coefficients)
+            signal, name = resolve_signal(transformer, settings.signal), transformer.class_name
+            fits = (("", TeaCacheFit(settings.coefficients)),)
+            return signal, TeaCacheProfile(
+                name="given", model=name, transformer_class=name, signal=signal.name, fits=fits
+            )
         profile = self._profile(transformer, pipeline)
         if profile is None:
             measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
@@ -105,12 +88,10 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
             raise ConfigError(
                 f"Profile {profile.name!r} was measured with the signal {profile.signal!r}, not {settings.signal!r}."
             )
-        signal = (
-            transformer.family.signal(profile.signal)
-            if self._is_foreign(transformer)
-            else resolve_signal(transformer, profile.signal)
-        )
-        return _Constants(signal or resolve_signal(transformer, None), profile, None)
+        found = transformer.family.signal(profile.signal)
+        if found is None and not self._is_foreign(transformer):
+            found = resolve_signal(transformer, profile.signal)
+        return found or resolve_signal(transformer, None), profile
 
     def _profile(self, transformer: CachedTransformer, pipeline: Any) -> TeaCacheProfile | None:
         """The profile asked for, that of the class named in the settings, or the one that fits the model."""
@@ -126,17 +107,12 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         return self.config.transformer_type not in (UNNAMED, *own)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
-        constants = self._constants[transformer]
-        return TeaCachePolicy(
-            self.config.rel_l1_thresh,
-            constants.polynomial(branch),
-            grid,
-            retained=constants.retained,
-            late=self.reads_late,
-        )
+        _, profile = self._constants[transformer]
+        rescale, threshold = polynomial_of(profile.fit(branch)), self.config.rel_l1_thresh
+        return TeaCachePolicy(threshold, rescale, grid, retained=profile.retained, late=self.reads_late)
 
     def signal(self, transformer: CachedTransformer) -> Signal:
-        return self._constants[transformer].signal
+        return self._constants[transformer][0]
 
 
 class TeaCacheBackend(EngineBackend[TeaCacheConfig]):

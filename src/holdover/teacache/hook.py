@@ -30,7 +30,7 @@ class TeaCacheHook(MethodHook[TeaCacheState]):
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Enable the cache on the module."""
         self._backend.enable(module)
-        self.state_manager.follow(self._backend)
+        self.state_manager.backend = self._backend
         self.extractor_fn = find_extractor(module)
         self.rescale_func = _rescaling(self._backend.settings_for(module))
         return module

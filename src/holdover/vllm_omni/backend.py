@@ -15,10 +15,10 @@ from torch import nn
 from ..base import CacheBackend
 from ..config import Config
 from ..engine.backend import EngineBackend
+from ..engine.engine import is_inactive
 from ..engine.install import Overrides
 from ..engine.parallel import Ranks
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
-from ..policies.base import NOTHING_HELD
 from ..selector import backend_for_config
 from ..stats import Stats
 
@@ -122,9 +122,7 @@ class OmniBackend(CacheBackend):
                 f"{pipeline} ran without one forward of its {transformers} that the cache could see: it calls parts of "
                 "it directly, with autograd on, or in training mode. Start without --cache-backend."
             )
-        first = min(forward.step for forward in last.forwards)
-        later = [forward for forward in last.forwards if forward.step > first]
-        if len(later) > 1 and all(forward.reason == NOTHING_HELD.reason for forward in later):
+        if is_inactive(last):
             raise UnsupportedModelError(
                 f"Nothing could be held for {pipeline}: no forward of its {transformers} belonged to the same branch "
                 "as an earlier one, because the conditioning changes at every step. Start without --cache-backend."

@@ -35,8 +35,7 @@ from ..validation import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT = 30.0
-"""Seconds that a replica has to answer; Serve replaces one that does not."""
+HEALTH_TIMEOUT = 30.0  # seconds that a replica has to answer; Serve replaces one that does not
 
 
 # The default cache, which may change while replicas run
@@ -45,8 +44,7 @@ HEALTH_TIMEOUT = 30.0
 CACHE_SETTINGS = ("cache_backend", "cache_config")
 """What may change while replicas run: Serve's `user_config` in YAML."""
 
-MAX_PROFILE_BYTES = 32_000_000
-"""Largest profile that is sent with the settings."""
+MAX_PROFILE_BYTES = 32_000_000  # largest profile that is sent with the settings
 
 
 def pack_cache(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from .pipeline import EmojiPipeline
 __all__ = ["MAX_TOKENS", "STYLES", "WEIGHTS", "EmojiPipeline", "caption"]
 
 WEIGHTS = Path(__file__).parent / "weights"
-MAX_TOKENS = 24
-"""Tokens of a caption that the text encoder reads."""
+MAX_TOKENS = 24  # tokens of a caption that the text encoder reads
 
 STYLES: dict[str, str] = {
     "noto": "google noto style",
