@@ -66,11 +66,15 @@ class Cluster(Client):
         without = ["--include-dashboard", "false", "--include-log-monitor", "false", "--no-monitor"]
         with self._log.open("w") as log:
             self.process = psutil.Popen([*start, *sizes, *without], env=ENVIRONMENT, stdout=log, stderr=log)
-        assert eventually(lambda: "Ray runtime started" in self._log.read_text() or self.process.poll() is not None)
-        assert self.process.poll() is None, self._log.read_text()
-        self.deploy(*STARTED)
-        super().__init__(f"http://127.0.0.1:{self._http}")
-        assert eventually(self._ready), self._log.read_text()
+        try:
+            assert eventually(lambda: "Ray runtime started" in self._log.read_text() or self.process.poll() is not None)
+            assert self.process.poll() is None, self._log.read_text()
+            self.deploy(*STARTED)
+            super().__init__(f"http://127.0.0.1:{self._http}")
+            assert eventually(self._ready), self._log.read_text()
+        except BaseException:
+            self.end()  # nothing would stop it otherwise
+            raise
 
     def _ready(self) -> bool:
         try:
