@@ -26,7 +26,7 @@ from ..errors import did_you_mean
 from .metrics import RequestMetrics
 from .schemas import ErrorResponse
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("holdover.serve.requests")
 
 _STATUSES = {  # the error's type in OpenAI's API, and its description in the OpenAPI document
     400: ("invalid_request_error", "The request is wrong; `param` names the field."),
