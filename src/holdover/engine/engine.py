@@ -183,7 +183,7 @@ class Engine:
         """The step and branch of a forward; starts a generation where the step shows that one has started."""
         if self.pipeline is not None:
             self._clock.watch()
-        hint = transformer.hint
+        hint, label = transformer.hint, transformer.hint.name
         conditioning: tuple[torch.Tensor, ...] = ()
         host_values = None
         if hint.name is None:
@@ -196,10 +196,10 @@ class Engine:
             step = self._timestep_clock.step(hint, timestep)
             branches = self._generation.branches.get(transformer)
             if branches is not None:
-                label = hint.name or branches.find(step, conditioning, host_values)
+                label = label or branches.find(step, conditioning, host_values)
                 if branches.last_step.get(label) == step:  # this branch again at this step: a new generation
                     self._timestep_clock.restart()
-                    step = self._timestep_clock.step(hint, timestep)
+                    step, label = self._timestep_clock.step(hint, timestep), hint.name
         generation = self._generation
         generation.step = step
         if transformer not in generation.grids:
@@ -210,7 +210,7 @@ class Engine:
         branches = generation.branches.get(transformer)
         if branches is None:
             branches = generation.branches[transformer] = Branches(transformer.groups.cfg_rank)
-        label = hint.name or branches.find(step, conditioning, host_values)
+        label = label or branches.find(step, conditioning, host_values)
         if branches.last_step.get(label) == step:
             label = branches.name_repetition(label, step)
         branches.last_step[label] = step
