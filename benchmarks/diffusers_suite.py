@@ -2,8 +2,8 @@
 
 Runs the tests in `tests/pipelines` of a diffusers checkout twice: plain, and with a cache on every pipeline that they
 make (`diffusers_plugin.py`), set to compute every step. Whatever passes without the cache and fails with it is a fault
-of holdover. Tests that need a download fail in both runs and do not count. A test that failed is run again both ways,
-because some fail now and then without a cache.
+of holdover. Tokenizers and text encoders have local stand-ins (`diffusers_hub.py`); tests that need other downloads
+fail in both runs and do not count. A test that failed is run again both ways, because some fail now and then anyway.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ROOT
+from .diffusers_hub import write_hub
 from .diffusers_plugin import ZERO, read_lines
 from .report import provenance, save, table
 
@@ -35,29 +36,25 @@ Outcomes = dict[str, Outcome]  # by node id
 class Suite:
     """The pipeline tests of one checkout. The outcomes are kept in a folder, so that a run can be continued."""
 
-    def __init__(self, tests: Path, only: str, workers: int, folder: Path) -> None:
+    def __init__(self, tests: Path, only: str, workers: int, folder: Path, online: bool) -> None:
         self._tests, self._workers, self._folder = tests.resolve(), workers, folder.resolve()
         found = {path for pattern in only.split(",") for path in (self._tests / "pipelines").glob(pattern)}
         self._targets = sorted(str(path) for path in found if path.is_dir() or path.name.startswith("test_"))
         if not self._targets:
             raise SystemExit(f"No tests in {self._tests / 'pipelines'} match {only!r}.")
         self._folder.mkdir(parents=True, exist_ok=True)
+        path = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+        self._environment = os.environ | variables | ({} if online else write_hub(self._folder / "hub"))
 
     def run(self, method: str | None, tests: Collection[str] | None = None, turn: str = "") -> Outcomes:
         """Run some tests, or all of them, with a method put on each pipeline or plain."""
         name = f"{method or 'plain'}{turn}"
         outcomes, targets = self._folder / f"{name}.jsonl", self._targets
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "--tb=no",
-            "--continue-on-collection-errors",
-        ]
-        command += ["-p", "no:cacheprovider", "-p", "benchmarks.diffusers_plugin", "--holdover-outcomes", str(outcomes)]
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header", "--tb=no", "--disable-warnings"]
+        command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
+        command += ["-p", "benchmarks.diffusers_plugin", "--holdover-outcomes", str(outcomes)]
         command += ["--rootdir", str(self._tests.parent)]
         if self._workers > 1:
             command += ["-p", "xdist.plugin", "-n", str(self._workers), "--dist", "worksteal"]
@@ -68,14 +65,10 @@ class Suite:
             listed.write_text("\n".join(tests))
             command += ["--holdover-tests", str(listed)]
             targets = sorted({str(self._tests.parent / test.split("::")[0]) for test in tests})
-        path = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-        variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         print(f"{name}: {'all' if tests is None else len(tests)} tests", file=sys.stderr, flush=True)
         if targets:
-            environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-            subprocess.run(
-                [*command, *targets], cwd=self._tests.parent, env=environment, stdout=sys.stderr, check=False
-            )
+            command += targets
+            subprocess.run(command, cwd=self._tests.parent, env=self._environment, stdout=sys.stderr, check=False)
         return {outcome["test"]: outcome for outcome in map(json.loads, read_lines(outcomes))}
 
     def judge(self, method: str, plain: Outcomes) -> dict[str, Any]:
@@ -134,13 +127,14 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="folders of tests/pipelines: comma-separated patterns")
     parser.add_argument("--workers", type=int, default=1, help="processes (pytest-xdist)")
     parser.add_argument("--folder", type=Path, default=None, help="keeps the outcomes here and continues from them")
+    parser.add_argument("--online", action="store_true", help="download what the tests need in place of stand-ins")
     parser.add_argument("--out", type=Path, default=None, help="result file")
     options = parser.parse_args()
     methods = options.methods.split(",") if options.methods else []
     if unknown := set(methods) - set(ZERO):
         parser.error(f"no zero setting is known for {', '.join(sorted(unknown))}; known: {', '.join(ZERO)}")
     with tempfile.TemporaryDirectory() as temporary:
-        suite = Suite(options.tests, options.only, options.workers, options.folder or Path(temporary))
+        suite = Suite(options.tests, options.only, options.workers, options.folder or Path(temporary), options.online)
         plain = suite.run(None)
         figures = provenance() | {
             "commit": options.commit or find_commit(options.tests),
