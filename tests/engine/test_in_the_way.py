@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 import holdover
@@ -29,17 +28,7 @@ ZERO = {
     "none": {},
 }
 HOLDING = {"mag_ratios": [1.0], "mag_threshold": 1.0, "mag_retention_ratio": 0.0, "mag_max_skip_steps": 1}
-FAMILIES = [
-    "FluxPipeline[true_cfg]",
-    "StableDiffusion3Pipeline",
-    "QwenImagePipeline",
-    "WanPipeline[2.2]",
-    "LTXPipeline",
-    "CogVideoXPipeline",
-    "Lumina2Pipeline",
-    "ZImagePipeline",
-]
-WITH_CALLBACK = FAMILIES[:-1]
+FAMILIES = ["FluxPipeline[true_cfg]", "StableDiffusion3Pipeline", "WanPipeline[2.2]", "LTXPipeline", "Lumina2Pipeline"]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -71,19 +60,18 @@ def stop(pipe, step, timestep, tensors):
     return {}
 
 
-@pytest.mark.parametrize("name", WITH_CALLBACK)
 @pytest.mark.parametrize("callback", [scale_latents, switch_prompt, stop])
-def test_callbacks_change_the_same_image(name, callback):
-    tiny = PIPELINES[name]
+def test_callbacks_change_the_same_image(tiny, callback):
     pipe = tiny.build()
     names = [each for each in ("latents", "prompt_embeds") if each in pipe._callback_tensor_inputs]
     options = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": names}
     untouched, plain = generate(pipe, tiny), generate(pipe, tiny, **options)
-    assert not torch.equal(untouched, plain)
+    assert torch.equal(untouched, plain) == (
+        tiny.name == "Lumina2Pipeline" and callback is stop
+    )  # it cannot be stopped
     for method, settings in ZERO.items():
         with holdover.enable(pipe, method, **settings) as cache:
             assert torch.equal(generate(pipe, tiny, **options), plain)
-            assert torch.equal(generate(pipe, tiny), untouched)
             assert cache.stats().held == 0
 
 
@@ -93,7 +81,6 @@ def test_moving_and_casting_between_generations(tiny):
     with holdover.enable(pipe, "mag_cache", **ZERO["mag_cache"]):
         assert pipe.to(torch.float64).to("cpu").to(torch.float32) is pipe
         assert torch.equal(generate(pipe, tiny), plain)
-        pipe.transformer.requires_grad_(False).eval()
 
 
 # Some steps held
@@ -123,18 +110,12 @@ def test_classes_components_and_signatures_are_the_plain_ones(tiny):
     def describe():
         parts = [part for part in pipe.components.values() if part is not None]
         lists = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
-        scheduler = pipe.scheduler
-        methods = [
-            scheduler.set_timesteps,
-            scheduler.step,
-            scheduler.scale_noise if hasattr(scheduler, "scale_noise") else None,
-        ]
-        methods += [pipe.transformer.forward, pipe.__call__]
+        methods = [pipe.scheduler.set_timesteps, pipe.scheduler.step, pipe.transformer.forward, pipe.__call__]
         return {
             "classes": [(type(each), each.__class__) for each in (*parts, *lists)],
             "components": list(map(id, pipe.components.values())),
-            "signatures": [inspect.signature(method) for method in methods if method is not None],
-            "docs": [method.__doc__ for method in methods if method is not None],
+            "signatures": [inspect.signature(method) for method in methods],
+            "docs": [method.__doc__ for method in methods],
             "repr": repr(pipe),
             "config": dict(pipe.config),
             "state": list(pipe.transformer.state_dict()),
@@ -190,7 +171,8 @@ def test_saving_writes_the_same_files_and_they_load_without_a_cache(held, tiny, 
     for name, path in files.items():
         assert (tmp_path / "cached" / name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "cached").rglob("*"))) == len(list((tmp_path / "plain").rglob("*")))
-    loaded = type(held.pipe).from_pretrained(tmp_path / "cached", low_cpu_mem_usage=False)
+    missing = {name: None for name, part in held.pipe.components.items() if part is None}
+    loaded = type(held.pipe).from_pretrained(tmp_path / "cached", **missing)
     assert find_cache(loaded) is None
     assert torch.allclose(generate(loaded, tiny), generate(held.pipe, tiny), atol=1e-5)
 
@@ -243,10 +225,7 @@ def test_a_copy_of_a_component_does_not_enter_the_cache(held, tiny, part, way):
 
 
 def test_an_interrupted_generation_leaves_nothing_to_the_next(held, tiny):
-    if "callback_on_step_end" in inspect.signature(held.pipe.__call__).parameters:
-        stopped = generate(held.pipe, tiny, seed=1, callback_on_step_end=stop)
-        assert not torch.equal(stopped, held.image)
-    held.pipe._interrupt = False
+    generate(held.pipe, tiny, seed=1, callback_on_step_end=stop)
     assert torch.equal(generate(held.pipe, tiny), held.image)
 
 
@@ -268,23 +247,12 @@ def test_a_model_of_the_same_class_has_no_cache(held, tiny):
     assert count_forwards(held.cache) == before
 
 
-@pytest.mark.parametrize("moment", ["before a generation", "after one", "after a stopped one"])
-def test_everything_is_freed_with_the_pipeline(tiny, moment):
+@pytest.mark.parametrize("callback", [None, stop])
+def test_everything_is_freed_with_the_pipeline(tiny, callback):
     pipe = tiny.build()
     cache = holdover.enable(pipe, "mag_cache", **HOLDING)
-    options = {"callback_on_step_end": stop} if moment == "after a stopped one" and tiny.name in WITH_CALLBACK else {}
-    if moment != "before a generation":
-        generate(pipe, tiny, **options)
+    generate(pipe, tiny, callback_on_step_end=callback)
     gone = [weakref.ref(pipe), *(weakref.ref(part) for part in pipe.components.values() if part is not None)]
     del pipe, cache
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
-
-
-def test_a_pipeline_in_a_pipeline(held, tiny):
-    """The parts of an enabled pipeline build another one, as `components` is meant to be used."""
-    other = type(held.pipe)(**held.pipe.components)
-    assert torch.equal(generate(other, tiny), held.image)
-    other.scheduler = FlowMatchEulerDiscreteScheduler()
-    generate(other, tiny)
-    assert torch.equal(generate(held.pipe, tiny), held.image)
