@@ -109,20 +109,18 @@ class Overrides:
         self._set[index] = (instance, name, vars(instance)[name], ours)
         vars(instance)[name] = ours
 
-    def restore(self, instance: Any = None) -> None:
-        """Restore one instance, or all of them, newest first; one that cannot be restored does not keep the others."""
-        kept, failed = [], []
+    def restore(self) -> None:
+        """Restore all instances, newest first; one that cannot be restored does not keep the others."""
+        failed = []
         for entry in reversed(self._set):
             owner, name, previous, ours = entry
-            if instance is not None and owner is not instance:
-                kept.append(entry)
-            elif vars(owner).get(name) is not ours:
+            if vars(owner).get(name) is not ours:
                 failed.append(entry)
             elif previous is _MISSING:
                 del vars(owner)[name]
             else:
                 vars(owner)[name] = previous
-        self._set = [*reversed(kept), *failed]
+        self._set = failed[::-1]
         if failed:
             owner, name, _, _ = failed[0]
             raise EnableError(
@@ -136,6 +134,19 @@ def find_engine(module: nn.Module) -> Engine | None:
     reference = getattr(vars(module).get("_compiled_call_impl"), "cached_transformer", None)
     cached: CachedTransformer | None = None if reference is None else reference()
     return None if cached is None else cached.engine
+
+
+def refuse_other_caches(module: nn.Module) -> None:
+    """Raise where one of diffusers' own caches is on a transformer: its hooks that keep state all belong to caches."""
+    for part in module.modules():
+        registry = vars(part).get("_diffusers_hook")
+        for hook in () if registry is None else registry.hooks.values():
+            if hook._is_stateful and type(hook).__module__.startswith("diffusers."):
+                raise EnableError(
+                    f"There is a cache of diffusers on this {type(module).__name__} ({type(hook).__name__}), and two "
+                    "caches on one transformer give wrong images. Call transformer.disable_cache() first, or disable "
+                    "the holdover cache."
+                )
 
 
 class CachedTransformer:
