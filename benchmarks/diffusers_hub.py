@@ -7,6 +7,7 @@ judged is not in them; with them most pipeline tests run without a network.
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -60,19 +61,26 @@ def bert(folder: Path) -> None:
     transformers.BertTokenizer(vocabulary, model_max_length=512).save_pretrained(folder)
 
 
-def qwen_tokenizer(folder: Path) -> None:
-    markers = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    vocabulary = number(*BYTES, "<|endoftext|>")
+def qwen(folder: Path) -> None:
+    """A tokenizer with special tokens at the ids that models of this family expect, and an image processor."""
+    vocabulary = number(*BYTES, *(f"<|{index}|>" for index in range(len(BYTES), 151643)), "<|endoftext|>")
+    pairs = [f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad", "vision") for end in ("start", "end")]
+    markers = ["<|im_start|>", "<|im_end|>", *pairs, "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
     template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for part in message['content'] %}{{ part['text'] if 'text' in part else '' }}{% endfor %}{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    transformers.Qwen2VLConfig().save_pretrained(folder)
     tokenizer = transformers.Qwen2Tokenizer(vocabulary, [], model_max_length=32768, chat_template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
     tokenizer.save_pretrained(folder)
+    transformers.Qwen2VLConfig().save_pretrained(folder)
+    patches = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "processor_class": "Qwen2VLProcessor"}
+    patches |= {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
+    for file, kind in (("preprocessor_config", "Image"), ("video_preprocessor_config", "Video")):
+        processor = {f"{kind.lower()}_processor_type": f"Qwen2VL{kind}Processor"}
+        (folder / f"{file}.json").write_text(json.dumps(patches | processor))
 
 
 def gemma_tokenizer(folder: Path) -> None:
@@ -102,7 +110,7 @@ REPOSITORIES: dict[str, Write] = {
     f"{TESTING}/tiny-random-T5ForConditionalGeneration": t5,
     f"{TESTING}/tiny-random-umt5": umt5,
     f"{TESTING}/tiny-random-BertModel": bert,
-    f"{TESTING}/tiny-random-Qwen2VLForConditionalGeneration": qwen_tokenizer,
+    f"{TESTING}/tiny-random-Qwen2VLForConditionalGeneration": qwen,
     f"{TESTING}/dummy-gemma": gemma_tokenizer,
     f"{TESTING}/llama-tokenizer": llama_tokenizer,
     f"{TESTING}/tiny-random-LlamaForCausalLM": llama,

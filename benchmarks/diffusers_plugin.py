@@ -20,15 +20,22 @@ import pytest
 from diffusers import DiffusionPipeline
 
 import holdover
+from holdover import selector
 from holdover.engine.backend import find_cache, find_transformers
 
 # The settings at which a method computes every step.
-ZERO: dict[str, dict[str, Any]] = {
+COMPUTING_ALL: dict[str, dict[str, Any]] = {
     "mag_cache": {"mag_threshold": 0.0, "mag_ratios": [1.0]},
     "tea_cache": {"rel_l1_thresh": 0.0, "coefficients": [1.0, 0.0]},
     "plan": {"budget": "1x"},
+    "easy_cache": {"threshold": 0.0, "warmup_steps": 0},
+    "sea_cache": {"threshold": 0.0, "warmup_steps": 0},
+    "first_block": {"threshold": 0.0},
+    "taylor_seer": {"interval": 1, "warmup_steps": 0},
+    "spectrum": {"interval": 1.0, "growth": 0.0, "warmup_steps": 0},
     "none": {},
 }
+ZERO = {name: settings for name, settings in COMPUTING_ALL.items() if name in selector.methods()}
 SETUP_AND_CALL = ("setup", "call")
 
 
