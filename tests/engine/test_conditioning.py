@@ -26,7 +26,7 @@ NAMED = ["FluxPipeline[true_cfg]", "QwenImagePipeline", "WanPipeline"]
 CHANGED = "the conditioning changed"
 
 
-@pytest.fixture(scope="module", params=NAMED + ["StableDiffusion3Pipeline"])
+@pytest.fixture(scope="module", params=[*NAMED, "StableDiffusion3Pipeline"])
 def built(request):
     tiny = PIPELINES[request.param]
     return tiny, tiny.build()

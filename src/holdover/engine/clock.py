@@ -1,8 +1,8 @@
 """Which step of which generation is this? Read from the scheduler, the cache context or the timestep; never counted.
 
 `SchedulerClock` watches a pipeline's scheduler: `set_timesteps` starts a generation, the scheduler's own index is the
-step. `TimestepClock` serves a bare transformer, and loops that never call `scheduler.step` (inversion, flow editing): the
-timestep moves in one direction within a generation and jumps back at the next.
+step. `TimestepClock` serves a bare transformer, and loops that never call `scheduler.step` (inversion, flow editing):
+the timestep moves in one direction within a generation and jumps back at the next.
 """
 
 from __future__ import annotations
