@@ -26,7 +26,7 @@ NAMED = ["FluxPipeline[true_cfg]", "QwenImagePipeline", "WanPipeline"]
 CHANGED = "the conditioning changed"
 
 
-@pytest.fixture(scope="module", params=NAMED + ["StableDiffusion3Pipeline"])
+@pytest.fixture(scope="module", params=[*NAMED, "StableDiffusion3Pipeline"])
 def built(request):
     tiny = PIPELINES[request.param]
     return tiny, tiny.build()
@@ -39,7 +39,10 @@ def method(request):
 
 def other_pipeline(pipe):
     """A second pipeline on the same transformer, with a scheduler of its own."""
-    return type(pipe)(**pipe.components | {"scheduler": type(pipe.scheduler).from_config(pipe.scheduler.config)})
+    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    if "shift_terminal" in scheduler.config:
+        scheduler.register_to_config(shift_terminal=None)  # it makes the only step of a generation NaN
+    return type(pipe)(**pipe.components | {"scheduler": scheduler})
 
 
 def stopped(pipe, tiny, after, **call):
@@ -58,14 +61,15 @@ def with_other_prompt(call):
 
 
 @pytest.mark.parametrize("same_prompt", [True, False])
-def test_a_stopped_generation_does_not_reach_another_pipeline(built, method, same_prompt):
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_stopped_generation_does_not_reach_another_pipeline(built, method, same_prompt, after):
     tiny, pipe = built
     other, call = other_pipeline(pipe), tiny.call(steps=1, seed=5)
     call = call if same_prompt else with_other_prompt(call)
     plain = run(other, **call)
     with holdover.enable(pipe, method, **METHODS[method]) as cache:
-        stopped(pipe, tiny, after=2)
-        assert cache.stats().held > 0
+        stopped(pipe, tiny, after)
+        assert (cache.stats().held > 0) == (after > 0)
         call["generator"].manual_seed(5)
         assert torch.equal(run(other, **call), plain)
 
@@ -76,8 +80,7 @@ def test_the_other_pipeline_is_held_on_its_own(built):
     with holdover.enable(pipe, "mag_cache", **METHODS["mag_cache"]) as cache:
         stopped(pipe, tiny, after=1)
         run(other, **with_other_prompt(tiny.call(steps=3)))
-        for branch in cache.stats().last.branches:
-            assert cache.stats().last.trace(branch) == "ChChh"
+        assert cache.stats().last.trace(cache.stats().last.branches[-1])[-3:] == "Chh"
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -13,7 +13,14 @@ from tiny.pipelines_image import model, noise, pipeline
 
 STEPS = 6
 MAG = {"mag_ratios": [1.0] * STEPS, "mag_retention_ratio": 0.0, "mag_max_skip_steps": 2}
-SIZES = {"sample_size": 8, "attention_head_dim": 8, "num_attention_heads": 2, "hidden_size": 16, "in_channels": 4}
+SIZES = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "in_channels": 4,
+}
 TEXTS = {"cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16}
 LENGTHS = {"text_len": 4, "text_len_t5": 4}
 

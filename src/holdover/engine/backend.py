@@ -165,7 +165,7 @@ def check(transformer: Any, **inputs: Any) -> ReplayReport:
     cached, method = CachedTransformer("transformer", module), NoneMethod(NoneConfig())
     if not inputs:
         names = ", ".join(f"{name}=..." for name in cached.inputs.names[:3])
-        raise ConfigError(f"A check runs one forward of {cached.class_name}, so give its arguments: check(..., {names}).")
+        raise ConfigError(f"A check runs one forward of {cached.class_name}: give its arguments, check(..., {names}).")
     reason = None if cached.family.must_compute is None else cached.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")

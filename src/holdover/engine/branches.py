@@ -113,31 +113,40 @@ class BranchInputs:
 
     An input that was the same tensor at two steps is constant: prompt embeddings, masks, positions. A constant input
     that is replaced or written to begins something new, whatever its values are. Inputs that are new at every step
-    (latents, ControlNet residuals) say nothing; only where they are the conditioning are their values compared.
+    (latents, ControlNet residuals) say nothing; only where they are the conditioning are their values compared. Where
+    all inputs are new, the timestep must have moved: it has not where a generation of one step is followed by another.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []  # tensor, version, constant
+        self._timestep: Any = None
         self._conditioning: Conditioning | None = None
         self._copies = False  # keep copies of a conditioning that the caller writes over
 
     def change_to(
-        self, tensors: Sequence[torch.Tensor], get_conditioning: Callable[[], Sequence[torch.Tensor]] | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        timestep: Any,
+        get_conditioning: Callable[[], Sequence[torch.Tensor]] | None,
     ) -> bool:
         """Remember the inputs of this step; whether they do not continue those of the last one.
 
-        `get_conditioning` is None where the conditioning itself identifies the branch.
+        `tensors` are the inputs without latents and timestep. `get_conditioning` is None where the conditioning itself
+        identifies the branch.
         """
         before = self._seen if len(self._seen) == len(tensors) else []
-        self._seen, changed, new = [], False, False
+        self._seen, changed, new = [], False, 0
         for index, tensor in enumerate(tensors):
             version = -1 if tensor.is_inference() else tensor._version
             if before and before[index][0]() is tensor and before[index][1] == version:
                 self._seen.append((before[index][0], version, True))
             else:
-                new = True
+                new += 1
                 changed |= bool(before) and before[index][2]
                 self._seen.append((weakref.ref(tensor), version, False))
+        last, self._timestep = self._timestep, timestep
+        if before and new == len(tensors) and isinstance(timestep, torch.Tensor) and isinstance(last, torch.Tensor):
+            changed = changed or (timestep.shape == last.shape and torch.equal(timestep, last))
         if new and get_conditioning is not None:
             kept, conditioning = self._conditioning, get_conditioning()
             if kept is None or not kept.is_same(conditioning):

@@ -1,8 +1,8 @@
 """Which step of which generation is this? Read from the scheduler, the cache context or the timestep; never counted.
 
 `SchedulerClock` watches a pipeline's scheduler: `set_timesteps` starts a generation, the scheduler's own index is the
-step. `TimestepClock` serves a bare transformer, and loops that never call `scheduler.step` (inversion, flow editing): the
-timestep moves in one direction within a generation and jumps back at the next.
+step. `TimestepClock` serves a bare transformer, and loops that never call `scheduler.step` (inversion, flow editing):
+the timestep moves in one direction within a generation and jumps back at the next.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class SchedulerClock:
         self._next: int | None = None
         self._grid: Grid | None = None
         self.running = False
+        self.stepped = False  # since the last forward
 
     def watch(self) -> None:
         """Follow the pipeline's scheduler; one that was replaced is followed from its first forward on."""
@@ -132,6 +133,7 @@ class SchedulerClock:
         """The scheduler has made a step: its own index, or the timestep it was given, tells the next one."""
         index: int | None = getattr(self._scheduler, "step_index", None)
         self._next = index if index is not None else self._find_timestep(arguments["timestep"]) + 1
+        self.stepped = True
         self._on_step(SchedulerStep(self._next - 1, arguments.get("sample"), arguments.get("model_output"), result))
         if self._next >= len(self._scheduler.timesteps):
             self.running = False

@@ -21,7 +21,7 @@ from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wr
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
-from .branches import BranchInputs, Branches
+from .branches import Branches, BranchInputs
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
 from .install import CachedTransformer, ContextHint, Overrides, refuse_other_caches
 from .method import Method, Runner
@@ -166,7 +166,7 @@ class Engine:
                 steady = [tensor for tensor in tensors if tensor is not latents and tensor is not timestep]
                 named = transformer.hint.name is not None
                 conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if named else None
-                if state.inputs.change_to(steady, conditioning):
+                if state.inputs.change_to(steady, timestep, conditioning):
                     change = OTHER_CONDITIONING
                 if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
                     change = change or OTHER_CONDITIONING  # ranks that share the weights compute together
@@ -216,8 +216,9 @@ class Engine:
             conditioning, host_values = transformer.inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
             step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
-            if step < self._generation.step:
-                self._start()  # the scheduler was set back by hand
+            if step < self._generation.step or (self._clock.stepped and hint.step_index == self._generation.step):
+                self._start()  # the scheduler was set back by hand, or another pipeline runs
+            self._clock.stepped = False
         else:
             step = self._timestep_clock.step(hint, timestep)
             branches = self._generation.branches.get(transformer)

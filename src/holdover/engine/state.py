@@ -16,7 +16,7 @@ from ..models.registry import BlockSignal, Signal
 from ..policies.base import NOTHING_HELD, Decision, Policy
 from ..predictors import Hold, Predictor
 from ..stats import GenerationStats
-from .branches import MAX_BRANCHES, BranchInputs, Branches
+from .branches import MAX_BRANCHES, Branches, BranchInputs
 from .signals import SignalReading, compute_changes, read_time_signal
 from .storage import ON_DEVICE, HeldTensors, RecentDict, Storage
 

@@ -50,7 +50,7 @@ class ForwardSignature:
     def __init__(self, transformer: nn.Module, conditioning: Sequence[str] = ()) -> None:
         cls: Any = type(transformer)  # mypy does not take a module class for hashable
         self.names = get_parameter_names(cls)
-        self.latents_name = self.names[0] if self.names else None
+        self.latents_name = next(iter(self.names), "")
         self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
         others = {name for name in self.names if any(word in name for word in _NOT_CONDITIONING_WORDS)}
         self._conditioning = tuple(conditioning) or tuple(
