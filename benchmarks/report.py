@@ -6,9 +6,11 @@ import json
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import holdover
 
 from . import RESULTS
 
@@ -22,14 +24,24 @@ def cpu_model() -> str:
 
 def provenance(threads: int = 1) -> dict[str, Any]:
     """Date, processor, threads and versions of a measurement."""
-    packages = ("holdover", "torch", "diffusers", "transformers", "peft")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "threads": threads,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": versions("torch", "diffusers", "transformers", "peft"),
     }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Versions of holdover and of these packages, as far as they are installed."""
+    found = {"holdover": holdover.__version__}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def save(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:

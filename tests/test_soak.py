@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.soak.plan import RESIDENT, Record, State, make_plan
+from benchmarks.soak.plan import RESIDENT, SHARING, Record, State, make_plan
 from benchmarks.soak.run import soak
 
 
@@ -16,6 +16,7 @@ def test_a_short_soak_run_leaves_nothing_behind_and_equals_fresh_processes() -> 
     outcome = soak(plan, samples=6)
     assert outcome.generations == 60
     assert outcome.counts["aborted"] >= 3
+    assert all(outcome.counts[key] >= 1 for key in ("interrupted", "prompts switched", "through other pipelines"))
     assert outcome.counts["held"] >= 50
     assert all(c["held"] > 0 for c in outcome.comparisons)
     assert outcome.equal == len(outcome.comparisons) == 2
@@ -32,8 +33,12 @@ def test_a_plan_has_every_kind_of_event() -> None:
     plan = make_plan(400, seed=0)
     aborts = [r.abort for r in plan if r.abort is not None]
     assert {(a["in"], a["error"]) for a in aborts} == {
-        (where, error) for where in ("block", "callback") for error in ("KeyboardInterrupt", "RuntimeError")
+        ("interrupt", None),
+        *((where, error) for where in ("block", "callback") for error in ("KeyboardInterrupt", "RuntimeError")),
     }
+    assert {r.through for r in plan} == {None, *SHARING}
+    assert {r.through for r in plan if r.compare} == {None, SHARING[0]}
+    assert {r.switch is None for r in plan if r.compare} == {True, False}
     methods = {None if r.state.cache is None else r.state.cache["method"] for r in plan}
     assert methods == {None, "none", "tea_cache", "mag_cache"}
     assert {r.override == {} for r in plan if r.override is not None} == {True, False}

@@ -22,7 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--generations", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare-every", type=int, default=50, help="repeat every Nth image in a fresh process")
+    parser.add_argument("--compare-every", type=int, default=25, help="repeat every Nth image in a fresh process")
     parser.add_argument("--output", type=Path, default=None, help="result file instead of benchmarks/results/soak.json")
     options = parser.parse_args()
     warnings.simplefilter("error", holdover.HoldoverWarning)
@@ -52,6 +52,9 @@ def figures_of(outcome: Outcome) -> dict[str, Any]:
     return {
         "generations": outcome.generations,
         "aborts": outcome.counts["aborted"],
+        "interrupts": outcome.counts["interrupted"],
+        "prompts_switched": outcome.counts["prompts switched"],
+        "through_other_pipelines": outcome.counts["through other pipelines"],
         "comparisons_equal": outcome.equal,
         "comparisons_total": len(outcome.comparisons),
         "forwards_computed": outcome.counts["computed"],
@@ -78,6 +81,8 @@ def rows(figures: dict[str, Any]) -> list[list[object]]:
     equal = f"{figures['comparisons_equal']} of {figures['comparisons_total']}"
     return [
         ["generations (aborted)", f"{figures['generations']} ({figures['aborts']})"],
+        ["interrupts, prompt switches", f"{figures['interrupts']}, {figures['prompts_switched']}"],
+        ["through another pipeline", figures["through_other_pipelines"]],
         ["images equal to those of a fresh process", equal],
         ["forwards computed / held", f"{figures['forwards_computed']} / {figures['forwards_held']}"],
         ["caches enabled and disabled, overrides", f"{figures['caches_disabled']}, {figures['overrides']}"],

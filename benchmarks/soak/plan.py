@@ -26,6 +26,9 @@ TEXT_PROMPTS = frozenset({"LongCatImagePipeline"})  # takes prompts as text, and
 PROFILED = frozenset({"FluxPipeline", "FluxImg2ImgPipeline"})  # coefficients ship, for thresholds from 0.2
 TWO_SIGNALS = frozenset({"WanPipeline[2.2]", "WanVACEPipeline"})
 PROMPTS = ("a cat", "an owl", "a pear")
+# Pipelines made with from_pipe, which share the transformer. One with a scheduler of its own generates another image,
+# because the cache is told neither its steps nor how many there are.
+SHARING = ("from_pipe", "own scheduler")
 
 Cache = dict[str, Any]  # {"method": "tea_cache", "settings": {...}}
 # Their cache is never disabled, as in a server: only using() and off() change it.
@@ -64,6 +67,8 @@ class Record:
     state: State = field(default_factory=State)
     override: dict[str, Any] | None = None  # settings for using(), or {} for off()
     abort: dict[str, Any] | None = None  # {"in": "callback", "at": 5, "error": "KeyboardInterrupt"}
+    switch: int | None = None  # the step after which a callback replaces the prompt
+    through: str | None = None  # another pipeline with the same transformer generates: one of SHARING
     again: bool = False  # disable and enable the cache, though it is the same
     refresh: bool = False  # call refresh() before
     compare: bool = False  # with the image of a fresh process
@@ -77,17 +82,17 @@ class Record:
         return cls(**values | {"state": State(**values["state"])})
 
     def without_detours(self) -> Record:
-        """The same image with the override's settings enabled directly and without aborts or other caches."""
+        """The same image by the direct way: the override's settings enabled, no aborts, other pipelines or caches."""
         cache = self.state.cache
         if self.override == {} or (cache is not None and cache["method"] == "none"):
             cache = None
         elif cache is not None and self.override is not None:
             cache = cache | {"settings": cache["settings"] | self.override}
         state = replace(self.state, cache=cache, prompt_cache=False)
-        return replace(self, state=state, override=None, abort=None, again=False, refresh=False)
+        return replace(self, state=state, override=None, abort=None, through=None, again=False, refresh=False)
 
 
-def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), compare_every: int = 50) -> list[Record]:
+def make_plan(generations: int, seed: int, steps: tuple[int, int] = (4, 40), compare_every: int = 25) -> list[Record]:
     """The records of a run.
 
     A generation that is compared follows one of the same pipeline, half of which are aborted, under a cache that holds.
@@ -118,6 +123,8 @@ def _record(random: Random, index: int, name: str, state: State, steps: int, com
         state=state,
         override=_override(random, state.cache) if random.random() < override_rate else None,
         abort=_abort(random, name, steps) if random.random() < abort_rate else None,
+        switch=random.randrange(steps) if name not in TEXT_PROMPTS and random.random() < 0.15 else None,
+        through=random.choice(SHARING[: 1 if compare else 2]) if random.random() < 0.2 else None,
         again=name not in RESIDENT and random.random() < 0.15,
         refresh=random.random() < 0.1,
         compare=compare,
@@ -194,7 +201,7 @@ def _lora(random: Random, current: dict[str, Any] | None) -> dict[str, Any] | No
 
 
 def _abort(random: Random, name: str, steps: int) -> dict[str, Any]:
-    """An error in the step's callback, or in a block (which is never raised if that block is held)."""
-    where = "block" if name in TEXT_PROMPTS or random.random() < 0.5 else "callback"
-    error = random.choice(("RuntimeError", "KeyboardInterrupt"))
+    """An error in the step's callback or in a block (not raised if that block is held), or the pipeline's own stop."""
+    where = "block" if name in TEXT_PROMPTS else random.choice(("block", "callback", "interrupt"))
+    error = None if where == "interrupt" else random.choice(("RuntimeError", "KeyboardInterrupt"))
     return {"in": where, "at": random.randrange(steps), "block": round(random.random(), 2), "error": error}

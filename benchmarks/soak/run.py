@@ -68,8 +68,8 @@ class LivePipeline:
         if record.refresh and self._cache is not None:
             self._cache.refresh(self.pipe, record.steps, verbose=False)
         try:
-            with self._override(record), self._abort(record) as extra:
-                return run(self.pipe, **self._inputs(record) | extra)
+            with self._override(record), self._events(record) as extra:
+                return run(self._pipeline(record.through), **self._inputs(record) | extra)
         except (AbortError, AbortInterrupt):
             self.counts["aborted"] += 1
             return None
@@ -129,29 +129,50 @@ class LivePipeline:
             call["prompt"] = record.prompt
         return {name: _repeat_prompt(name, value, record.batch) for name, value in call.items()}
 
+    def _pipeline(self, through: str | None) -> Any:
+        """The pipeline that generates: this one, or another with the same transformer."""
+        if through is None:
+            return self.pipe
+        self.counts["through other pipelines"] += 1
+        other = type(self.pipe).from_pipe(self.pipe)
+        if through == "own scheduler":
+            other.scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        return other
+
     @contextmanager
-    def _abort(self, record: Record) -> Iterator[dict[str, Any]]:
-        """Install what raises the record's error; yields the arguments it needs."""
-        if record.abort is None:
-            yield {}
-            return
-        raise_in_time = _raiser(record.abort)
-        if record.abort["in"] == "callback":
-            yield {"callback_on_step_end": lambda pipe, step, timestep, kwargs: raise_in_time() or kwargs}
-            return
-        blocks = [b for child in self.pipe.transformer.children() if isinstance(child, nn.ModuleList) for b in child]
-        block = blocks[int(record.abort["block"] * len(blocks))]
-        handle = block.register_forward_hook(lambda *_: raise_in_time())
+    def _events(self, record: Record) -> Iterator[dict[str, Any]]:
+        """Install what raises the record's error, stops it or replaces its prompt; yields the arguments it needs."""
+        abort = record.abort or {"in": None}
+        raise_in_time = _raiser(abort)
+
+        def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if abort["in"] == "callback":
+                raise_in_time()
+            if abort["in"] == "interrupt" and step == abort["at"]:
+                pipe._interrupt = True
+                self.counts["interrupted"] += 1
+            if step == record.switch:
+                self.counts["prompts switched"] += 1
+                return tensors | {"prompt_embeds": tensors["prompt_embeds"].neg()}
+            return tensors
+
+        if abort["in"] == "block":
+            blocks = [b for c in self.pipe.transformer.children() if isinstance(c, nn.ModuleList) for b in c]
+            block = blocks[int(abort["block"] * len(blocks))]
+            handle = block.register_forward_hook(lambda *_: raise_in_time())
         try:
-            yield {}
+            needed = abort["in"] in ("callback", "interrupt") or record.switch is not None
+            tensors = {"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+            yield {"callback_on_step_end": on_step_end, **tensors} if needed else {}
         finally:
-            handle.remove()
+            if abort["in"] == "block":
+                handle.remove()
 
 
 def _raiser(abort: dict[str, Any]) -> Callable[[], None]:
     """A function that raises at its call number `at`."""
     calls = iter(range(1 << 30))
-    error = AbortInterrupt if abort["error"] == "KeyboardInterrupt" else AbortError
+    error = AbortInterrupt if abort.get("error") == "KeyboardInterrupt" else AbortError
 
     def raise_in_time() -> None:
         if next(calls) == abort["at"]:

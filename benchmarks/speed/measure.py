@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,9 +18,7 @@ from typing import Any
 
 import torch
 
-import holdover
-
-from ..report import cpu_model
+from ..report import cpu_model, versions
 from .loop import Pipeline, Timing, read_clocks
 from .methods import Candidate, Session, computing_all
 
@@ -223,15 +220,5 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cpu": cpu_model(),
         "python": platform.python_version(),
-        "versions": {"holdover": holdover.__version__, **_versions("torch", "triton", "diffusers", "cache-dit")},
+        "versions": versions("torch", "triton", "diffusers", "cache-dit"),
     }
-
-
-def _versions(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

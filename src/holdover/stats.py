@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,11 @@ class StepRecord:
     computed: bool
     reason: str
     clock: Callable[[], float]
+
+    def __reduce__(self) -> Any:
+        """A pickle has the seconds, not the events of the device that measure them."""
+        measured = functools.partial(float, self.clock())
+        return type(self), (self.transformer, self.branch, self.step, self.computed, self.reason, measured)
 
 
 @dataclass

@@ -43,6 +43,8 @@ CASES = [
     ("FluxPipeline[true_cfg]", "mag_cache", {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5}),
     ("QwenImagePipeline", "mag_cache", {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5}),
     ("WanPipeline", "mag_cache", {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5}),
+    ("StableDiffusion3Pipeline", "mag_cache", {"mag_ratios": [1.01] * 12, "mag_threshold": 0.5}),
+    ("FluxPipeline[true_cfg]", "plan", {"schedule": (0, 4, 8)}),
     ("WanPipeline", "tea_cache", {"coefficients": [1.0, 0.0], "rel_l1_thresh": 3.0}),
     ("CogVideoXPipeline", "tea_cache", {"coefficients": [1.0, 0.0], "rel_l1_thresh": 3.0}),
 ]

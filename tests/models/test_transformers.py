@@ -24,6 +24,7 @@ from models.support_table import (
 )
 from snapshots import differences, snapshot
 from tiny.models import UNAVAILABLE, with_timestep
+from tiny.pipelines import PIPELINES, run
 
 STEPS = 6
 WRITES = [name for name in MODELS if name.endswith("[kv]")]
@@ -143,6 +144,25 @@ def test_check_reports_and_leaves_the_model_alone():
     assert len(report.outputs) == 1
     assert report.unread == ("transformer_blocks.encoder_hidden_states",)
     assert "nothing reads it after the blocks: transformer_blocks.encoder_hidden_states" in str(report)
+
+
+def test_check_takes_a_pipeline_with_one_transformer():
+    pipe = PIPELINES["FluxPipeline"].build()
+    inputs = captured_inputs(pipe)
+    assert holdover.check(pipe, **inputs).ok
+    with pytest.raises(holdover.ConfigError, match="hidden_states=..."):
+        holdover.check(pipe)
+    with pytest.raises(holdover.EnableError, match="transformer or transformer_2"):
+        holdover.check(PIPELINES["WanPipeline[2.2]"].build(), **inputs)
+
+
+def captured_inputs(pipe):
+    """Return the arguments of one forward, as the pipeline passes them."""
+    seen = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+    run(pipe, **PIPELINES["FluxPipeline"].call(steps=1))
+    hook.remove()
+    return seen[0]
 
 
 def test_check_says_when_a_model_does_not_replay():

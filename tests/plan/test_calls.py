@@ -7,6 +7,7 @@ import torch
 
 import holdover
 from holdover.plan.calls import built_in_prompts, hash_prompts, keywords_of, prompts_from_file
+from holdover.teacache import estimate_coefficients
 from tiny.pipelines import PIPELINES
 from tiny.prompted import prompted_flux
 
@@ -59,3 +60,17 @@ def test_built_in_prompts_and_prompts_from_a_file(tmp_path):
 def test_lists_of_prompts_have_different_hashes():
     assert hash_prompts(["a", "b"]) != hash_prompts(["a\nb"])
     assert hash_prompts(["a", "b"]) != hash_prompts(["b", "a"])
+
+
+def test_one_prompt_is_a_list_of_one():
+    pipe, short = prompted_flux(), {"num_inference_steps": 3, "progress": False}
+    profile = holdover.calibrate(pipe, "red apple", **short)
+    assert profile.facts.prompts == 1
+    assert profile.facts.prompts_hash == hash_prompts(["red apple"])
+    assert holdover.calibrate(pipe, {"prompt": "red apple"}, **short).facts.prompts == 1
+    assert estimate_coefficients(pipe, "red apple", num_inference_steps=4).source
+
+
+def test_a_typo_in_the_keywords_of_a_prompt_is_an_error():
+    with pytest.raises(holdover.ConfigError, match="takes no 'promt'. Did you mean 'prompt'?"):
+        holdover.calibrate(prompted_flux(), [{"promt": "red apple"}], num_inference_steps=3, progress=False)

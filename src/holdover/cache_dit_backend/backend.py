@@ -82,6 +82,10 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
             self.settings.check_steps(num_inference_steps)
         super().refresh(pipeline, num_inference_steps, verbose)
 
+    def disable(self) -> None:
+        super().disable()
+        self._adapter.adapted.clear()  # it holds the blocks
+
     def make_method(self, settings: CacheDiTConfig) -> CacheDiTMethod:
         return CacheDiTMethod(settings, self._adapter)
 

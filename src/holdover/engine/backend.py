@@ -150,22 +150,28 @@ def find_transformers(target: Any) -> dict[str, nn.Module]:
     return modules
 
 
-def check(transformer: nn.Module, **inputs: Any) -> ReplayReport:
+def check(transformer: Any, **inputs: Any) -> ReplayReport:
     """Compare a full forward with a forced hold on the same inputs, by output and by stream.
 
-    The transformer is not changed. `str(report)` is readable; `report.max_error` is relative to the largest value.
+    `transformer` is a transformer, or a pipeline that has one; `inputs` are the arguments of its forward. It is not
+    changed. `str(report)` is readable; `report.max_error` is relative to the largest value.
     """
-    if find_engine(transformer) is not None:
-        raise EnableError(
-            f"There already is a holdover cache on this {type(transformer).__name__}: disable() it first."
-        )
-    cached, method = CachedTransformer("transformer", transformer), NoneMethod(NoneConfig())
+    modules = find_transformers(transformer)
+    if len(modules) > 1:
+        raise EnableError(f"This {type(transformer).__name__} has several transformers: check {' or '.join(modules)}.")
+    (module,) = modules.values()
+    if find_engine(module) is not None:
+        raise EnableError(f"There already is a holdover cache on this {type(module).__name__}: disable() it first.")
+    cached, method = CachedTransformer("transformer", module), NoneMethod(NoneConfig())
+    if not inputs:
+        names = ", ".join(f"{name}=..." for name in cached.inputs.names[:3])
+        raise ConfigError(f"A check runs one forward of {cached.class_name}: give its arguments, check(..., {names}).")
     reason = None if cached.family.must_compute is None else cached.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")
     state = BranchState(AlwaysCompute(), PolicyState(), BLOCK_PASSES)
     structure = describe_structure(inputs, [])
-    call = ForwardCall(Generation(method), cached, "", 0, state, transformer, (), inputs, structure, None, False)
+    call = ForwardCall(Generation(method), cached, "", 0, state, module, (), inputs, structure, None)
     try:
         with torch.no_grad():
             method.make_runner(cached).run(call)

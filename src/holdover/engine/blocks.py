@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -409,6 +410,8 @@ class BlockRunner:
         """Run one forward; where no stack can be traced, the transformer's output is held instead."""
         if self._whole is not None:
             return self._whole.run(call)
+        if any(isinstance(value, (list, tuple, dict)) for value in (*call.args, *call.kwargs.values())):
+            call.keep_inputs()
         structure, groups = (call.structure, call.signal is not None, call.state.passes), self._transformer.groups
         path = self._transformer.paths.get(structure)
         try:
@@ -420,7 +423,9 @@ class BlockRunner:
             except DivergedError:
                 pass
             try:
-                return self._follow(call, self._trace(call, structure), OTHER_PATH)
+                path = self._trace(call, structure)
+                call.restore_inputs()
+                return self._follow(call, path, OTHER_PATH)
             except DivergedError:
                 raise UnsupportedModelError(
                     f"{self._transformer.class_name} calls other blocks each time it gets the same input, or keeps "
@@ -489,17 +494,16 @@ class BlockRunner:
             raise _SignalReadError
 
         try:
-            self._transformer.run(
-                DecidePass(stack, stop_at_first_block), self._transformer.call_eager, call.args, call.kwargs
-            )
+            eager, pass_ = self._transformer.call_eager, DecidePass(stack, stop_at_first_block)
+            call.repeat(partial(self._transformer.run, pass_, eager))
         except _SignalReadError:
             return chosen[0]
         raise DivergedError
 
     def _trace(self, call: ForwardCall, structure: Any) -> CallPath:
         """Trace one forward; its result is dropped, so that the next one runs as every later one."""
-        pass_ = TracePass()
-        self._transformer.run(pass_, self._transformer.eager_call(call.plain), call.args, call.kwargs)
+        pass_, plain = TracePass(), self._transformer.eager_call(call.plain)
+        call.repeat(partial(self._transformer.run, pass_, plain))
         stack = pass_.trace.build_stack(self._transformer.family.head)
         begin = stack.head if call.signal is not None else 0
         path = self._transformer.paths[structure] = CallPath(stack, begin, call.state.passes, not pass_.class_tested)
@@ -512,8 +516,8 @@ class BlockRunner:
             return held
         if not self._transformer.compiled:
             return verify_path(self._transformer, call, path, (output, pass_.leaving), held)
-        eager = path.passes.compute(path.stack, False, path.begin, NO_GROUPS)
+        eager, plain = path.passes.compute(path.stack, False, path.begin, NO_GROUPS), self._transformer.call_eager
         with eager.use_once() as leaving:
-            output = self._transformer.run(eager, self._transformer.call_eager, call.args, call.kwargs)
+            output = call.repeat(partial(self._transformer.run, eager, plain))
             verify_path(self._transformer, call, path, (output, leaving), eager.held())
         return held.merge() if path.merged and isinstance(held, Residuals) else held

@@ -1,22 +1,61 @@
-"""Which branch is this forward? The name in diffusers' `cache_context`, else the conditioning, else the CFG rank."""
+"""Which branch is this forward, and do its inputs still belong to the same prompt?
+
+The branch is the name in diffusers' `cache_context`, else the conditioning, else the CFG rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+MAX_BRANCHES = 32  # of one transformer that are remembered; a new one replaces the oldest
+
 
 @dataclass(slots=True)
-class _Conditioning:
-    """The conditioning of one branch. Keeping the tensors prevents their memory from being reused for another."""
+class Conditioning:
+    """The conditioning tensors of one forward. Keeping them prevents their memory from being reused for others."""
 
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
-    host_values: Any
-    label: str
+
+    @classmethod
+    def keep(cls, tensors: Sequence[torch.Tensor]) -> Conditioning:
+        return cls(tuple(tensors), tuple(map(_version, tensors)))
+
+    def is_same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, or others in the same memory, and not written to since."""
+        if len(tensors) != len(self.tensors):
+            return False
+        for mine, theirs, version in zip(self.tensors, tensors, self.versions, strict=True):
+            if version != (-1 if theirs.is_inference() else theirs._version):
+                return False
+            if mine is not theirs and not (
+                mine.data_ptr() == theirs.data_ptr()
+                and mine.shape == theirs.shape
+                and mine.stride() == theirs.stride()
+                and mine.dtype == theirs.dtype
+            ):
+                return False
+        return True
+
+    def equals(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these have the values of the kept ones, which are known unless they were written to; a host read."""
+        return (
+            len(tensors) == len(self.tensors)
+            and not self.is_overwritten()
+            and all(
+                a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+                for a, b in zip(self.tensors, tensors, strict=True)
+            )
+        )
+
+    def is_overwritten(self) -> bool:
+        """Whether one of the kept tensors was written to."""
+        return tuple(map(_version, self.tensors)) != self.versions
 
 
 class Branches:
@@ -28,57 +67,36 @@ class Branches:
 
     def __init__(self, cfg_rank: tuple[int, int] = (0, 1)) -> None:
         self._rank, self._ranks = cfg_rank
-        self._known: list[_Conditioning] = []
+        self._known: list[tuple[str, Any, Conditioning]] = []  # label, host values, conditioning
+        self._count = 0
         self.last_step: dict[str, int] = {}  # by label
+        self.last_timestep: dict[str, Any] = {}  # the argument of that forward
 
     def find(self, step: int, conditioning: Sequence[torch.Tensor], host_values: Any) -> str:
         """The label of a branch without a name: a number for each distinct conditioning."""
-        tensors = tuple(conditioning)
-        for known in self._known:
-            if known.host_values == host_values and len(known.tensors) == len(tensors):
-                for mine, theirs, version in zip(known.tensors, tensors, known.versions, strict=True):
-                    if version != (-1 if theirs.is_inference() else theirs._version):
-                        break  # written to since
-                    if mine is not theirs and not (
-                        mine.data_ptr() == theirs.data_ptr()
-                        and mine.shape == theirs.shape
-                        and mine.stride() == theirs.stride()
-                        and mine.dtype == theirs.dtype
-                    ):
-                        break
-                else:
-                    return known.label
-        return self._find_equal(tensors, host_values) or self._only_branch(step) or self._add(tensors, host_values)
-
-    def _find_equal(self, tensors: tuple[torch.Tensor, ...], host_values: Any) -> str | None:
-        """The branch with equal values in other memory: some pipelines rebuild their conditioning at each step."""
-        for known in self._known:
-            if (
-                tensors
-                and known.host_values == host_values
-                and len(known.tensors) == len(tensors)
-                and tuple(map(_version, known.tensors)) == known.versions
-                and all(
-                    a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-                    for a, b in zip(known.tensors, tensors, strict=True)
-                )
-            ):
-                return known.label
-        return None
+        candidates = [(label, known) for label, values, known in self._known if values == host_values]
+        for label, known in candidates:
+            if known.is_same(conditioning):
+                return label
+        if conditioning:  # some pipelines build their conditioning again at each step
+            for label, known in candidates:
+                if known.equals(conditioning):
+                    return label
+        return self._only_branch(step) or self._add(conditioning, host_values)
 
     def _only_branch(self, step: int) -> str | None:
         """Across CFG ranks, the one branch of this rank where its conditioning is rebuilt at each step."""
         if self._ranks == 1 or len(self._known) != 1:
             return None
-        label = self._known[0].label
+        label = self._known[0][0]
         return label if label in self.last_step and self.last_step[label] != step else None
 
-    def _add(self, tensors: tuple[torch.Tensor, ...], host_values: Any) -> str:
-        versions = tuple(map(_version, tensors))
+    def _add(self, tensors: Sequence[torch.Tensor], host_values: Any) -> str:
         # Inference tensors have no version that would show a later write: keep their values instead.
-        kept = tuple(t.clone() if t.is_inference() else t for t in tensors)
-        label = str(1 + self._rank + self._ranks * len(self._known))
-        self._known.append(_Conditioning(kept, versions, host_values, label))
+        kept = Conditioning.keep([t.clone() if t.is_inference() else t for t in tensors])
+        label = str(1 + self._rank + self._ranks * self._count)
+        self._count += 1
+        self._known = [*self._known[1 - MAX_BRANCHES :], (label, host_values, kept)]
         return label
 
     def name_repetition(self, label: str, step: int) -> str:
@@ -88,6 +106,55 @@ class Branches:
             number += 1
             own = f"{label}#{number}"
         return own
+
+
+class BranchInputs:
+    """The inputs of one branch at its last step, to notice those of another prompt or another generation.
+
+    An input that was the same tensor at two steps is constant: prompt embeddings, masks, positions. A constant input
+    that is replaced or written to begins something new, whatever its values are. Inputs that are new at every step
+    (latents, ControlNet residuals) say nothing; only where they are the conditioning are their values compared. Where
+    all inputs are new, the timestep must have moved: it has not where a generation of one step is followed by another.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []  # tensor, version, constant
+        self._timestep: Any = None
+        self._conditioning: Conditioning | None = None
+        self._copies = False  # keep copies of a conditioning that the caller writes over
+
+    def change_to(
+        self,
+        tensors: Sequence[torch.Tensor],
+        timestep: Any,
+        get_conditioning: Callable[[], Sequence[torch.Tensor]] | None,
+    ) -> bool:
+        """Remember the inputs of this step; whether they do not continue those of the last one.
+
+        `tensors` are the inputs without latents and timestep. `get_conditioning` is None where the conditioning itself
+        identifies the branch.
+        """
+        before = self._seen if len(self._seen) == len(tensors) else []
+        self._seen, changed, new = [], False, 0
+        for index, tensor in enumerate(tensors):
+            version = -1 if tensor.is_inference() else tensor._version
+            if before and before[index][0]() is tensor and before[index][1] == version:
+                self._seen.append((before[index][0], version, True))
+            else:
+                new += 1
+                changed |= bool(before) and before[index][2]
+                self._seen.append((weakref.ref(tensor), version, False))
+        last, self._timestep = self._timestep, timestep
+        if before and new == len(tensors) and isinstance(timestep, torch.Tensor) and isinstance(last, torch.Tensor):
+            changed = changed or (timestep.shape == last.shape and torch.equal(timestep, last))
+        if new and get_conditioning is not None:
+            kept, conditioning = self._conditioning, get_conditioning()
+            if kept is None or not kept.is_same(conditioning):
+                if kept is not None:
+                    changed = changed or not kept.equals(conditioning)
+                    self._copies |= kept.is_overwritten()
+                self._conditioning = Conditioning.keep([t.clone() if self._copies else t for t in conditioning])
+        return changed
 
 
 def _version(tensor: torch.Tensor) -> int:

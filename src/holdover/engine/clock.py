@@ -1,14 +1,15 @@
 """Which step of which generation is this? Read from the scheduler, the cache context or the timestep; never counted.
 
 `SchedulerClock` watches a pipeline's scheduler: `set_timesteps` starts a generation, the scheduler's own index is the
-step. `TimestepClock` serves a bare transformer: the timestep moves in one direction within a generation and jumps back
-at the next.
+step. `TimestepClock` serves a bare transformer, and loops that never call `scheduler.step` (inversion, flow editing):
+the timestep moves in one direction within a generation and jumps back at the next.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,46 +32,22 @@ class SchedulerStep:
     result: Any
 
 
-class SchedulerClock:
-    """Reads the step from a pipeline's scheduler, whichever scheduler the pipeline has at the moment."""
+class ObservedScheduler:
+    """A scheduler whose `set_timesteps` and `step` are observed by the clocks of one or more caches.
 
-    def __init__(
-        self,
-        pipeline: Any,
-        overrides: Overrides,
-        on_start: Callable[[], None],
-        on_step: Callable[[SchedulerStep], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self._pipeline = pipeline
-        self._overrides = overrides
-        self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
-        self._scheduler: Any = None
-        self._next: int | None = None
-        self._grid: Grid | None = None
-        self.running = False
+    Pipelines may share a scheduler. It keeps no clock alive, and with it no transformer.
+    """
 
-    def watch(self) -> None:
-        """Override the scheduler's methods; a scheduler that was replaced is watched from its first forward on."""
-        scheduler = getattr(self._pipeline, "scheduler", None)
-        if scheduler is self._scheduler:
-            return
-        if self._scheduler is not None:
-            self._overrides.restore(self._scheduler)
-        replaced, self._scheduler = self._scheduler is not None, scheduler
-        if hasattr(scheduler, "set_timesteps"):
-            self._override(scheduler)
-            if replaced:
-                self._start()
-
-    def _override(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any) -> None:
+        self._clocks: list[weakref.ref[SchedulerClock]] = []
+        self._overrides = Overrides()
         plain_set_timesteps: Any = scheduler.set_timesteps
 
         @functools.wraps(plain_set_timesteps)
         def set_timesteps(*args: Any, **kwargs: Any) -> Any:
             result = plain_set_timesteps(*args, **kwargs)
-            if scheduler is self._scheduler:
-                self._start()
+            for clock in self._living_clocks():
+                clock.start()
             return result
 
         methods: dict[str, Callable[..., Any]] = {"set_timesteps": set_timesteps}
@@ -81,22 +58,82 @@ class SchedulerClock:
             @functools.wraps(plain_step)
             def step(*args: Any, **kwargs: Any) -> Any:
                 result = plain_step(*args, **kwargs)
-                if scheduler is self._scheduler and self.running:
-                    self._advance(dict(zip(names, args, strict=False)) | kwargs, result)
+                for clock in self._living_clocks():
+                    if clock.running:
+                        clock.advance(dict(zip(names, args, strict=False)) | kwargs, result)
                 return result
 
             methods["step"] = step
+        set_timesteps.__dict__["observed_scheduler"] = self
         self._overrides.add(scheduler, methods)
 
-    def _start(self) -> None:
-        self._next = self._grid = None
+    @classmethod
+    def observe(cls, scheduler: Any, clock: SchedulerClock) -> ObservedScheduler:
+        """Let a clock observe a scheduler, together with those that do already."""
+        observed = getattr(vars(scheduler).get("set_timesteps"), "observed_scheduler", None) or cls(scheduler)
+        observed._clocks.append(weakref.ref(clock))
+        return observed
+
+    def leave(self, clock: SchedulerClock) -> None:
+        """End the observation by a clock; the last one restores the scheduler."""
+        self._clocks = [reference for reference in self._clocks if reference() not in (None, clock)]
+        if not self._clocks:
+            self._overrides.restore()
+
+    def _living_clocks(self) -> list[SchedulerClock]:
+        return [clock for reference in self._clocks if (clock := reference()) is not None]
+
+
+class SchedulerClock:
+    """Reads the step from a pipeline's scheduler, whichever scheduler the pipeline has at the moment."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        on_start: Callable[[], None],
+        on_step: Callable[[SchedulerStep], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
+        self._scheduler: Any = None
+        self._observed: ObservedScheduler | None = None
+        self._first: int | None = None
+        self._next: int | None = None
+        self._grid: Grid | None = None
+        self.running = False
+        self.stepped = False  # since the last forward
+
+    def watch(self) -> None:
+        """Follow the pipeline's scheduler; one that was replaced is followed from its first forward on."""
+        scheduler = getattr(self._pipeline, "scheduler", None)
+        if scheduler is self._scheduler:
+            return
+        replaced = self._scheduler is not None
+        self.unwatch()
+        self._scheduler = scheduler
+        if hasattr(scheduler, "set_timesteps"):
+            self._observed = ObservedScheduler.observe(scheduler, self)
+            if replaced:
+                self.start()
+
+    def unwatch(self) -> None:
+        """Leave the scheduler as it was."""
+        if self._observed is not None:
+            self._observed.leave(self)
+        self._observed = self._scheduler = None
+
+    def start(self) -> None:
+        """The scheduler's timesteps were set: a generation starts."""
+        self._first = self._next = self._grid = None
         self.running = True
         self._on_start()
 
-    def _advance(self, arguments: dict[str, Any], result: Any) -> None:
+    def advance(self, arguments: dict[str, Any], result: Any) -> None:
         """The scheduler has made a step: its own index, or the timestep it was given, tells the next one."""
         index: int | None = getattr(self._scheduler, "step_index", None)
         self._next = index if index is not None else self._find_timestep(arguments["timestep"]) + 1
+        self.stepped = True
         self._on_step(SchedulerStep(self._next - 1, arguments.get("sample"), arguments.get("model_output"), result))
         if self._next >= len(self._scheduler.timesteps):
             self.running = False
@@ -121,8 +158,10 @@ class SchedulerClock:
         if self._next is not None:  # the index is read again, for a pipeline may go back a step
             index: int | None = getattr(self._scheduler, "step_index", None)
             return index if index is not None else self._next
-        begin = getattr(self._scheduler, "begin_index", None)
-        return int(begin) if begin is not None else self._find_first_step(timestep, runs_up)
+        if self._first is None:
+            begin = getattr(self._scheduler, "begin_index", None)
+            self._first = int(begin) if begin is not None else self._find_first_step(timestep, runs_up)
+        return self._first
 
     def _find_first_step(self, timestep: Any, runs_up: bool) -> int:
         """The step with this timestep's noise level: some image-to-image pipelines start late without saying so."""
@@ -145,19 +184,36 @@ class SchedulerClock:
 
 
 class TimestepClock:
-    """Reads the step from the timesteps themselves, for a transformer without a pipeline."""
+    """Reads the step from the timesteps themselves: without a pipeline, or where a loop never steps its scheduler."""
 
     def __init__(self, on_start: Callable[[], None], runs_up: bool = False) -> None:
         self._on_start = on_start
-        self._direction = 1.0 if runs_up else 0.0  # 0: not known yet
+        self._usual_direction = 1.0 if runs_up else 0.0  # 0: not known yet
+        self._direction = self._usual_direction
+        self._begin: int | None = None  # the step of the first value, where a scheduler's generation is continued
         self._values: list[float | None] = []
         self._last_hint: int | None = None
 
+    def reset(self) -> None:
+        """Forget the timesteps of the last generation."""
+        self._values = []
+        self._direction, self._begin = self._usual_direction, None
+        self._last_hint = None
+
     def restart(self) -> None:
         """The next forward starts a generation."""
-        self._values = []
-        self._last_hint = None
+        self.reset()
         self._on_start()
+
+    @property
+    def continues(self) -> bool:
+        """Whether the generation was started by a scheduler, which may run a branch more than once at a step."""
+        return self._begin is not None
+
+    def continue_from(self, step: int) -> None:
+        """The next forward ran at this step of a generation under way, in whichever direction: inversion runs back."""
+        self._values = []
+        self._direction, self._begin = 0.0, step
 
     def step(self, hint: ContextHint, timestep: Any) -> int:
         """The step of the forward that is about to run; starts a generation where the timestep jumps back."""
@@ -172,7 +228,8 @@ class TimestepClock:
         elif isinstance(timestep, (int, float)):
             value = float(timestep)
         if not self._values:
-            self.restart()
+            if self._begin is None:
+                self.restart()
         elif value != self._values[-1]:
             before = self._values[-1]
             if value is None or before is None:  # a forward without a timestep is not a step of the loop next to it
@@ -180,11 +237,13 @@ class TimestepClock:
             else:
                 if self._direction == 0:
                     self._direction = 1.0 if value > before else -1.0
+                    if self._begin is None:
+                        self._usual_direction = self._direction
                 if (value - before) * self._direction < 0:
                     self.restart()
         if not self._values or value != self._values[-1]:
             self._values.append(value)
-        return len(self._values) - 1
+        return (self._begin or 0) + len(self._values) - 1
 
 
 def noisiest(timestep: Any, runs_up: bool = False) -> float | None:

@@ -21,12 +21,20 @@ from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wr
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
-from .branches import Branches
+from .branches import Branches, BranchInputs
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
-from .install import CachedTransformer, Overrides
+from .install import CachedTransformer, ContextHint, Overrides, refuse_other_caches
 from .method import Method, Runner
-from .parallel import Ranks, find_groups
-from .state import BranchState, ForwardCall, Generation, elapsed_seconds, mark_time
+from .parallel import Ranks, find_groups, known_to_shards
+from .state import (
+    OTHER_CONDITIONING,
+    OTHER_INPUTS,
+    BranchState,
+    ForwardCall,
+    Generation,
+    elapsed_seconds,
+    mark_time,
+)
 
 
 class Engine:
@@ -35,12 +43,15 @@ class Engine:
     def __init__(self, pipeline: Any, modules: Mapping[str, nn.Module], method: Method[Any], owner: Any = None) -> None:
         self.pipeline = pipeline
         self.owner = owner
-        self.transformers = [CachedTransformer(name, module) for name, module in modules.items()]
+        self.transformers: list[CachedTransformer] = []
+        for name, module in modules.items():
+            if all(module is not other.module for other in self.transformers):  # one module may have two names
+                self.transformers.append(CachedTransformer(name, module))
         self._methods = [method]
         self.notes = self._prepare(method)
         self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
         self._overrides = Overrides()
-        self._clock = SchedulerClock(pipeline, self._overrides, self._start, self._on_scheduler_step, self._finish)
+        self._clock = SchedulerClock(pipeline, self._start, self._on_scheduler_step, self._finish)
         self._timestep_clock = TimestepClock(self._start, any(t.family.time_runs_up for t in self.transformers))
         self._ledger = Ledger(method.name)
         self._ranks: Ranks | None = None
@@ -61,13 +72,16 @@ class Engine:
                 transformer.install(self._overrides, self)
             self._clock.watch()
         except BaseException:
-            self._overrides.restore()
+            self.uninstall()
             raise
 
     def uninstall(self) -> None:
         """Take the cache off: every object is what it was."""
-        self._overrides.restore()
-        self._finish()
+        try:
+            self._overrides.restore()
+        finally:
+            self._clock.unwatch()
+            self._finish()
 
     def refresh(self, num_inference_steps: int | None) -> None:
         """The next forward starts a generation of that many steps, unless a scheduler says otherwise."""
@@ -104,6 +118,8 @@ class Engine:
         """The method's notes about each transformer; raises where its signal could not be read."""
         notes: list[str] = []
         for transformer in self.transformers:
+            if method.holds:
+                refuse_other_caches(transformer.core)
             notes += method.prepare(transformer, self.pipeline)
             if method.signal(transformer) not in (None, INPUT_SIGNAL) and has_fsdp_wrappers(transformer.module):
                 raise EnableError(
@@ -127,9 +143,9 @@ class Engine:
             arguments = transformer.inputs.bind(args, kwargs) if args else kwargs
             name = transformer.inputs.timestep_name
             timestep = None if name is None else arguments.get(name)
-            tensors: list[tuple[Any, ...]] = []  # shape, dtype, device
-            signature = (describe_structure(arguments, tensors), tensors)
-            device = tensors[0][2] if tensors else None
+            tensors: list[torch.Tensor] = []
+            signature = (describe_structure(arguments, tensors), [(t.shape, t.dtype, t.device) for t in tensors])
+            device = tensors[0].device if tensors else None
             step, branch = self._locate(transformer, arguments, timestep)
             generation = self._generation
             method = generation.method
@@ -142,15 +158,25 @@ class Engine:
             else:
                 state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
                 self.branch_state = state
-                changed = state.signature is not None and state.signature != signature
-                if changed:
+                change = None
+                if state.signature != signature:
+                    change = None if state.signature is None else OTHER_INPUTS
+                    state.signature, state.inputs = signature, BranchInputs()
+                latents = arguments.get(transformer.inputs.latents_name)
+                steady = [tensor for tensor in tensors if tensor is not latents and tensor is not timestep]
+                named = transformer.hint.name is not None
+                conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if named else None
+                if state.inputs.change_to(steady, timestep, conditioning):
+                    change = OTHER_CONDITIONING
+                if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
+                    change = change or OTHER_CONDITIONING  # ranks that share the weights compute together
+                if change is not None:
                     state.forget()
-                state.signature = signature
                 runner = self._runners.get((transformer, type(method)))
                 if runner is None:
                     runner = self._runners[transformer, type(method)] = method.make_runner(transformer)
                 call = ForwardCall(
-                    generation, transformer, branch, step, state, plain, args, kwargs, signature[0], timestep, changed
+                    generation, transformer, branch, step, state, plain, args, kwargs, signature[0], timestep, change
                 )
                 if state.policy.needs_signal and (signal := method.signal(transformer)) is not None:
                     call.prepare_signal(signal)
@@ -190,19 +216,22 @@ class Engine:
             conditioning, host_values = transformer.inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
             step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
-            if step < self._generation.step:
-                self._start()  # the scheduler was set back by hand
+            if step < self._generation.step or (self._clock.stepped and hint.step_index == self._generation.step):
+                self._start()  # the scheduler was set back by hand, or another pipeline runs
+            self._clock.stepped = False
         else:
             step = self._timestep_clock.step(hint, timestep)
             branches = self._generation.branches.get(transformer)
             if branches is not None:
                 label = label or branches.find(step, conditioning, host_values)
-                if branches.last_step.get(label) == step:  # this branch again at this step: a new generation
+                again = branches.last_step.get(label) == step
+                if again and not self._timestep_clock.continues:  # a new generation
                     self._timestep_clock.restart()
                     step, label = self._timestep_clock.step(hint, timestep), hint.name
         generation = self._generation
-        generation.step = step
         if transformer not in generation.grids:
+            if generation.method.holds:
+                refuse_other_caches(transformer.core)
             grid = self._steps_from(transformer, step)
             if grid.bounded and generation.stats.steps is None:
                 generation.stats.steps = grid.length
@@ -211,10 +240,27 @@ class Engine:
         if branches is None:
             branches = generation.branches[transformer] = Branches(transformer.groups.cfg_rank)
         label = label or branches.find(step, conditioning, host_values)
+        if branches.last_step.get(label) == step and self._clock.running:
+            step = self._follow_timestep(step, hint, branches.last_timestep[label], timestep)
         if branches.last_step.get(label) == step:
             label = branches.name_repetition(label, step)
-        branches.last_step[label] = step
+        branches.last_step[label], branches.last_timestep[label] = step, timestep
+        generation.step = step
         return step, label
+
+    def _follow_timestep(self, step: int, hint: ContextHint, before: Any, timestep: Any) -> int:
+        """The step of a branch that runs twice while the scheduler stays where it is.
+
+        If the timestep has moved, the loop does not step this scheduler: inversion and flow editing update the latents
+        themselves, and another pipeline may run on the transformer of one that was interrupted.
+        """
+        if hint.step_index is not None or before is None or timestep is None:
+            return step
+        self._timestep_clock.continue_from(step)
+        self._timestep_clock.step(hint, before)
+        moved = self._timestep_clock.step(hint, timestep)
+        self._clock.running = moved == step
+        return moved
 
     def _steps_from(self, transformer: CachedTransformer, step: int) -> Grid:
         """The steps that run, of which this is the first: the scheduler's, or as many as were declared."""
@@ -228,6 +274,7 @@ class Engine:
 
     def _start(self) -> None:
         self._finish()
+        self._timestep_clock.reset()
         for transformer in self.transformers:
             groups = find_groups(transformer.module, self._ranks)
             if groups != transformer.groups:
@@ -238,7 +285,7 @@ class Engine:
         self._ledger.open(self._generation.stats)
 
     def _on_scheduler_step(self, step: SchedulerStep) -> None:
-        if self._generation.method.follows:
+        if self._generation.stats.forwards and self._generation.method.follows:
             self._generation.method.on_scheduler_step(step)
 
     def _finish(self) -> None:

@@ -6,16 +6,16 @@ classes while a cache is on. There are three ways in, one for each kind of objec
 - A scheduler gets two methods overridden on the instance.
 - A transformer is entered through `_compiled_call_impl`, the slot in which `nn.Module` keeps what to call in place of
   its own forward. It lies outside every forward hook, so a held step does not onload offloaded weights, and outside the
-  compiled graph. `nn.Module` leaves the slot out of copies and pickles.
+  compiled graph.
 - A block list is a ModuleList that the model iterates, and `__iter__` is looked up on the class. The list therefore has
   a private subclass of its class for the duration of one forward, and no longer.
+
+Copies and pickles of a transformer or scheduler are plain: its `__getstate__` leaves out what was set here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,31 +54,15 @@ class ContextHint:
 NO_HINT = ContextHint()
 
 
-class InstanceMethod:
-    """A method overridden on one instance; without a function, the plain method of a copy of such an instance.
+class PlainState:
+    """The `__getstate__` of an instance with overrides: whoever copies or pickles the instance gets a plain one."""
 
-    The instance is not kept alive. A deep copy or a pickle of it gets its own plain method in this place.
-    """
+    def __init__(self, instance: Any, overrides: Overrides) -> None:
+        self._instance, self.overrides = instance, overrides
 
-    def __init__(self, instance: Any, name: str, function: Callable[..., Any] | None = None) -> None:
-        plain = getattr(type(instance), name, None)
-        functools.update_wrapper(self, function or plain or type(self).__call__)
-        if function is None and plain is not None:
-            self.__signature__ = inspect.signature(plain.__get__(instance))
-        self._instance, self._name, self.function = weakref.ref(instance), name, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.function is not None:
-            return self.function(*args, **kwargs)
-        instance = self._instance()
-        return getattr(type(instance), self._name)(instance, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
-        instance = self._instance()
-        return InstanceMethod(memo.get(id(instance), instance), self._name)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._instance(), self._name, None)
+    def __call__(self) -> Any:
+        state = type(self._instance).__getstate__(self._instance)
+        return self.overrides.remove_from(state, self._instance) if isinstance(state, dict) else state
 
 
 class Overrides:
@@ -90,17 +74,30 @@ class Overrides:
     def add(self, instance: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Override methods of one instance."""
         for name, method in methods.items():
-            self.set(instance, name, InstanceMethod(instance, name, method))
+            self.set(instance, name, method)
 
     def set(self, instance: Any, name: str, value: Any) -> None:
         """Set one attribute of an instance; what it had is kept."""
-        previous = vars(instance).get(name, _MISSING)
-        if getattr(previous, "function", None) is not None or hasattr(previous, "cached_transformer"):
+        state = vars(instance).get("__getstate__")
+        if not isinstance(state, PlainState):
+            self._replace(instance, "__getstate__", PlainState(instance, self))
+        elif state.overrides is not self:
             raise EnableError(
                 f"There already is a holdover cache here (on a {type(instance).__name__}): disable() it first."
             )
-        self._set.append((instance, name, previous, value))
+        self._replace(instance, name, value)
+
+    def _replace(self, instance: Any, name: str, value: Any) -> None:
+        self._set.append((instance, name, vars(instance).get(name, _MISSING), value))
         vars(instance)[name] = value
+
+    def remove_from(self, state: dict[str, Any], instance: Any) -> dict[str, Any]:
+        """A copy of an instance's attributes as they are without the overrides."""
+        plain = dict(state)
+        for owner, name, previous, ours in reversed(self._set):
+            if owner is instance and plain.get(name) is ours:
+                plain[name] = previous
+        return {name: value for name, value in plain.items() if value is not _MISSING}
 
     def renew(self, instance: Any, name: str) -> None:
         """Set ours again over a value that was set meanwhile; that value is what is restored in the end."""
@@ -109,20 +106,18 @@ class Overrides:
         self._set[index] = (instance, name, vars(instance)[name], ours)
         vars(instance)[name] = ours
 
-    def restore(self, instance: Any = None) -> None:
-        """Restore one instance, or all of them, newest first; one that cannot be restored does not keep the others."""
-        kept, failed = [], []
+    def restore(self) -> None:
+        """Restore all instances, newest first; one that cannot be restored does not keep the others."""
+        failed = []
         for entry in reversed(self._set):
             owner, name, previous, ours = entry
-            if instance is not None and owner is not instance:
-                kept.append(entry)
-            elif vars(owner).get(name) is not ours:
+            if vars(owner).get(name) is not ours:
                 failed.append(entry)
             elif previous is _MISSING:
                 del vars(owner)[name]
             else:
                 vars(owner)[name] = previous
-        self._set = [*reversed(kept), *failed]
+        self._set = failed[::-1]
         if failed:
             owner, name, _, _ = failed[0]
             raise EnableError(
@@ -136,6 +131,19 @@ def find_engine(module: nn.Module) -> Engine | None:
     reference = getattr(vars(module).get("_compiled_call_impl"), "cached_transformer", None)
     cached: CachedTransformer | None = None if reference is None else reference()
     return None if cached is None else cached.engine
+
+
+def refuse_other_caches(module: nn.Module) -> None:
+    """Raise where one of diffusers' own caches is on a transformer: its hooks that keep state all belong to caches."""
+    for part in module.modules():
+        registry = vars(part).get("_diffusers_hook")
+        for hook in () if registry is None else registry.hooks.values():
+            if hook._is_stateful and type(hook).__module__.startswith("diffusers."):
+                raise EnableError(
+                    f"There is a cache of diffusers on this {type(module).__name__} ({type(hook).__name__}), and two "
+                    "caches on one transformer give wrong images. Call transformer.disable_cache() first, or disable "
+                    "the holdover cache."
+                )
 
 
 class CachedTransformer:
@@ -209,8 +217,8 @@ class CachedTransformer:
         entry = types.MethodType(call, module)
         overrides.set(module, "_compiled_call_impl", entry)
         overrides.set(module, "__call__", entry)  # what `torch.compile(module)` wraps
-        overrides.add(module, {"compile": compile})
-        overrides.add(self.core, {"cache_context": self._observe_context(getattr(self.core, "cache_context", None))})
+        overrides.set(module, "compile", compile)
+        overrides.set(self.core, "cache_context", self._observe_context(getattr(self.core, "cache_context", None)))
 
     def _observe_context(self, plain: Callable[..., Any] | None) -> Callable[..., Any]:
         """diffusers' `cache_context`, observed; models that lack it get it."""

@@ -36,6 +36,8 @@ class OutputRunner:
             predicted = call.state.predict(call.step)
             assert isinstance(predicted, HeldOutput)
             return Outcome(predicted.build_output(), decision, None)
+        if call.structure not in self._verified:
+            call.keep_inputs()
         output = call.plain(*call.args, **call.kwargs)
         held = HeldOutput.copy_of(output)
         if not known_to_shards(self._transformer.groups, call.structure in self._verified):
@@ -55,7 +57,7 @@ class OutputRunner:
 
     def _verify(self, call: ForwardCall, held: HeldOutput) -> None:
         """The model must give the same output for the same input: one with a memory of its own cannot be held."""
-        transformer, again = self._transformer, call.plain(*call.args, **call.kwargs)
+        transformer, again = self._transformer, call.repeat(lambda args, kwargs: call.plain(*args, **kwargs))
         problem = (
             f"{transformer.class_name} gives another output for the same input each time, and its blocks cannot be "
             "traced: its steps cannot be held."

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedModelError
 from ..grid import Grid
+from ..models.inputs import copy_containers, iter_tensors
 from ..models.registry import BlockSignal, Signal
 from ..policies.base import NOTHING_HELD, Decision, Policy
 from ..predictors import Hold, Predictor
 from ..stats import GenerationStats
-from .branches import Branches
+from .branches import MAX_BRANCHES, Branches, BranchInputs
 from .signals import SignalReading, compute_changes, read_time_signal
-from .storage import ON_DEVICE, HeldTensors, Storage
+from .storage import ON_DEVICE, HeldTensors, RecentDict, Storage
 
 if TYPE_CHECKING:
     from .blocks import BlockPasses
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from .method import Method
 
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
+OTHER_CONDITIONING = Decision(True, "the conditioning changed")
 OTHER_PATH = Decision(True, "the forward took another path than before")
 HOLD = Hold()
 
@@ -46,6 +49,7 @@ class BranchState:
     predictor: Predictor = HOLD
     storage: Storage = ON_DEVICE
     signature: Any = None  # structure, shapes, dtypes and devices of the inputs
+    inputs: BranchInputs = field(default_factory=BranchInputs)
     signal: SignalReading | None = None
     last_step: int | None = None
     anchors: list[int] = field(default_factory=list)  # computed steps that are held
@@ -95,7 +99,7 @@ class Generation:
         self.open = True
         self.grids: dict[CachedTransformer, Grid] = {}  # the steps each transformer handles
         self.branches: dict[CachedTransformer, Branches] = {}
-        self.states: dict[tuple[CachedTransformer, str], BranchState] = {}
+        self.states: RecentDict[tuple[CachedTransformer, str], BranchState] = RecentDict(MAX_BRANCHES)
         self.known_changes: dict[CachedTransformer, tuple[float, ...] | None] = {}
 
     def add_branch(self, transformer: CachedTransformer, branch: str) -> BranchState:
@@ -136,12 +140,35 @@ class ForwardCall:
     kwargs: Mapping[str, Any]
     structure: Any
     timestep: Any
-    inputs_changed: bool
+    change_of_inputs: Decision | None = None  # why the branch was forgotten before this forward
     signal: BlockSignal | None = None
     reads_late: bool = False  # decide before the signal of this step is read
     change: float | None = None
     _signal: Signal | None = None
     _known: tuple[float, ...] | None = None
+    _kept: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+
+    def keep_inputs(self) -> None:
+        """Keep the contents of lists and dicts among the inputs: some models empty those they are given."""
+        self._kept = copy_containers((tuple(self.args), dict(self.kwargs)))
+
+    def restore_inputs(self) -> None:
+        """Run the forward again on the inputs as they were before it."""
+        if self._kept is not None:
+            self.args, self.kwargs = copy_containers(self._kept)
+
+    def repeat(self, run: Callable[[Sequence[Any], Mapping[str, Any]], Any]) -> Any:
+        """Run an extra forward on the inputs as they were before the first, to trace or to check the model."""
+        args, kwargs = copy_containers(self._kept) if self._kept is not None else (self.args, self.kwargs)
+        tensors = [t for t in iter_tensors([args, kwargs]) if not t.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        output = run(args, kwargs)
+        if [tensor._version for tensor in tensors] != versions:
+            raise UnsupportedModelError(
+                f"{self.transformer.class_name} writes to its input tensors, so it cannot run once more to be traced "
+                "and checked. Let its forward work on copies."
+            )
+        return output
 
     def prepare_signal(self, signal: Signal) -> None:
         """Find out how this call learns the change of the policy's signal."""
@@ -161,7 +188,7 @@ class ForwardCall:
         if self._signal is not None:
             self.change = self._signal_change(signal)
         decision = state.policy.decide(self.step, self.change, state.policy_state)
-        return OTHER_INPUTS if self.inputs_changed and decision is NOTHING_HELD else decision
+        return self.change_of_inputs or decision if decision is NOTHING_HELD else decision
 
     def _signal_change(self, signal: torch.Tensor | None) -> float | None:
         """How much the signal has changed since this branch's last step."""

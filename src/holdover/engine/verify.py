@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def verify_path(
         pass_ = path.passes.hold(path.stack, path.begin, frozenset(), {})
         pass_.load(candidate)
         with pass_.use_once() as leaving:
-            output = transformer.run(pass_, transformer.eager_call(call.plain), call.args, call.kwargs)
+            output = call.repeat(functools.partial(transformer.run, pass_, transformer.eager_call(call.plain)))
             pass_.finish()
         merged = candidate is not held
         report = compare_replay(
@@ -174,7 +175,7 @@ def _find_shortcut(
         found: Any = None
         try:
             with pass_.use_once():
-                found = transformer.run(pass_, call.plain, call.args, call.kwargs)
+                found = call.repeat(functools.partial(transformer.run, pass_, call.plain))
                 pass_.finish()
         except UnreadStreamError as error:
             unread -= {error.group}

@@ -178,7 +178,12 @@ def select_wan_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:
         boundary = vars(pipeline).get("boundary_ratio")  # a pipeline without a config
     if boundary is None or not grid.noise:
         return grid
-    low = unwrap_module(transformer) is unwrap_module(getattr(pipeline, "transformer_2", None))
+    high, low = (
+        unwrap_module(transformer) is unwrap_module(getattr(pipeline, name, None))
+        for name in ("transformer", "transformer_2")
+    )
+    if high and low:  # one module in both places
+        return grid
     steps = [i for i in range(grid.first, grid.last + 1) if (grid.noise[i] < boundary) == low]
     return grid.between(steps[0], steps[-1]) if steps else grid
 

@@ -50,6 +50,7 @@ class ForwardSignature:
     def __init__(self, transformer: nn.Module, conditioning: Sequence[str] = ()) -> None:
         cls: Any = type(transformer)  # mypy does not take a module class for hashable
         self.names = get_parameter_names(cls)
+        self.latents_name = next(iter(self.names), "")
         self.timestep_name = next((name for name in self.names if name in _TIMESTEP_NAMES), None)
         others = {name for name in self.names if any(word in name for word in _NOT_CONDITIONING_WORDS)}
         self._conditioning = tuple(conditioning) or tuple(
@@ -74,14 +75,13 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from iter_tensors(item)
 
 
-def describe_structure(value: Any, tensors: list[tuple[Any, ...]]) -> Any:
-    """Return a hashable description of what decides which code path a forward takes.
+def describe_structure(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a hashable description of what decides which code path a forward takes, and add its tensors to `tensors`.
 
     Host values (flags, layer lists, names) count by value, tensors by their presence, floats and other objects by type.
-    Shape, dtype and device of every tensor are added to `tensors`: held results are valid only while these are equal.
     """
     if isinstance(value, torch.Tensor):
-        tensors.append((value.shape, value.dtype, value.device))
+        tensors.append(value)
         return "tensor"
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -90,6 +90,13 @@ def describe_structure(value: Any, tensors: list[tuple[Any, ...]]) -> Any:
     if isinstance(value, dict):
         return tuple(zip(value, map(describe_structure, value.values(), repeat(tensors)), strict=True))
     return type(value).__name__
+
+
+def copy_containers(value: Any) -> Any:
+    """Return nested lists, tuples and dicts as copies with the same contents, which a model may change."""
+    if type(value) is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    return type(value)(map(copy_containers, value)) if type(value) in (list, tuple) else value
 
 
 def collect_host_values(value: Any) -> Any:

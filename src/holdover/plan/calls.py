@@ -17,7 +17,7 @@ from PIL import Image
 from ..engine.backend import find_transformers
 from ..engine.engine import Engine
 from ..engine.method import Method
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from ..metrics import as_images
 from ..profiles import Profile
 
@@ -47,17 +47,19 @@ class Caller:
 
     def __call__(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
         """Generate one image for each prompt, in one batch; float images, or None if the output is not an image."""
+        known, any_other = keywords_of(self.pipe)
         if all(isinstance(prompt, str) for prompt in prompts):
             own: Mapping[str, Any] = {"prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
         elif len(prompts) > 1:
             raise ConfigError("Prompts that are keywords of a call are generated one at a time: use batch_size=1.")
         else:
             own = dict(prompts[0])  # type: ignore[arg-type]
+            for key in () if any_other else own.keys() - known:
+                raise ConfigError(f"{type(self.pipe).__name__} takes no {key!r}.{did_you_mean(key, known)}")
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         shared = {"num_inference_steps": self.steps, "output_type": "pt", **guidance, **self.settings}
         call = {**shared, **own, "generator": generators if len(seeds) > 1 else generators[0]}
-        known, any_other = keywords_of(self.pipe)
         accepted = {k: v for k, v in call.items() if any_other or k in known or k in self.settings}
         with torch.no_grad(), _without_progress_bars(self.pipe):
             output = self.pipe(**accepted)
@@ -76,6 +78,11 @@ def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             return frozenset(found), False
     return frozenset(found), True
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; a single prompt is a list of one."""
+    return [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
 
 
 def make_batches(prompts: Sequence[Prompt], size: int, seed: int) -> list[Batch]:

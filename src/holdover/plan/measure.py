@@ -32,7 +32,17 @@ from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile
 from ..teacache.estimate import SignalMeasure
-from .calls import GENERATIONS, Batch, Caller, Prompt, built_in_prompts, hash_prompts, installed_engine, make_batches
+from .calls import (
+    GENERATIONS,
+    Batch,
+    Caller,
+    Prompt,
+    as_prompts,
+    built_in_prompts,
+    hash_prompts,
+    installed_engine,
+    make_batches,
+)
 from .config import PlanConfig
 from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
 from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
@@ -49,7 +59,7 @@ _LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
 
 def calibrate(
     pipe: Any,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
     num_inference_steps: int = 50,
     *,
     guidance_scale: float | None = None,
@@ -68,7 +78,7 @@ def calibrate(
     generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures residuals,
     for plans that hold those. The whole costs about a fifth more than the generations alone.
     """
-    chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
+    chosen = as_prompts(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
     if not chosen:
         raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):

@@ -20,6 +20,7 @@ from itertools import dropwhile, takewhile
 from math import isfinite
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ class PlanMemory:
 
     def __init__(self) -> None:
         self.problems: RecentDict[Any, PlanProblem] = RecentDict(_CACHED_KINDS)
-        self.checked: set[tuple[CachedTransformer, str]] = set()
+        self.checked: WeakKeyDictionary[CachedTransformer, set[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -170,9 +171,10 @@ class PlanMethod(Method[PlanConfig]):
             if self.config.predictor == "least_squares" or self.config.target is not None:
                 raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
             return (f"{transformer.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
-        if (transformer, self._profile.digest) not in self._memory.checked:
+        checked = self._memory.checked.setdefault(transformer, set())
+        if self._profile.digest not in checked:
             check_profile(self._profile, transformer.name, transformer.core)
-            self._memory.checked.add((transformer, self._profile.digest))
+            checked.add(self._profile.digest)
         return (f"{transformer.name}: profile {self._profile.name}",)
 
     def on_start(self) -> None:

@@ -25,7 +25,7 @@ from ..engine.backend import find_transformers
 from ..errors import ConfigError, HoldoverError
 from ..metrics import each
 from ..profiles import Certificate, Profile
-from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
+from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_prompts, make_batches
 from .config import METRICS, PlanConfig, Target
 from .generation import adapters
 from .method import PlanBackend
@@ -106,7 +106,7 @@ class TuningResult:
 def tune(
     pipe: Any,
     profile: Profile,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Prompt | Sequence[Prompt] | None = None,
     target: str = "psnr>=40",
     confidence: float = 0.95,
     *,
@@ -163,14 +163,14 @@ def tune(
 
 
 def _held_back_prompts(
-    pipe: Any, profile: Profile, prompts: Sequence[Prompt] | None, share: float, confidence: float
+    pipe: Any, profile: Profile, prompts: Prompt | Sequence[Prompt] | None, share: float, confidence: float
 ) -> list[Prompt]:
     """The prompts to certify on; an error if they are too few."""
     for name, value in (("share", share), ("confidence", confidence)):
         if not 0 < value < 1:
             raise ConfigError(f"{name} must lie between 0 and 1, not {value}.")
     used = max(GENERATIONS, profile.facts.prompts)
-    chosen: list[Prompt] = list(built_in_prompts(pipe)[used:] if prompts is None else prompts)
+    chosen = as_prompts(built_in_prompts(pipe)[used:] if prompts is None else prompts)
     if len(chosen) < (least := fewest_prompts(share, confidence)):
         raise ConfigError(
             f"{len(chosen)} held-back prompts cannot show that {share:.0%} of images meet a target with "

@@ -88,7 +88,7 @@ class SignalMeasure(Method[NoneConfig]):
 
 def estimate_coefficients(
     pipe: Any,
-    prompts: Sequence[str | Mapping[str, Any]],
+    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     *,
     signal: str | None = None,
     degree: int = 4,
@@ -100,6 +100,7 @@ def estimate_coefficients(
     A prompt is a text, or the keywords of one call (`{"prompt_embeds": ...}`); `call` goes to every call. The
     profile has R^2, the range of the signal's change and whether the polynomial rises over it; `path` saves it.
     """
+    prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
     if not prompts:
         raise ConfigError("Estimating coefficients needs at least one prompt.")
     measure = SignalMeasure(signal)
