@@ -1,8 +1,8 @@
 """What the documented hooks of TeaCache and MagCache share: diffusers hooks with one state per branch.
 
 A hook registered on a transformer or its blocks does by itself what a backend has the engine do. The two are for
-different users: hooks are what code written for diffusers or vLLM-Omni registers, the engine is what works with compiled
-and offloaded transformers and knows its step without counting.
+different users: hooks are what code written for diffusers or vLLM-Omni registers, the engine is what works with
+compiled and offloaded transformers.
 """
 
 from __future__ import annotations
@@ -65,9 +65,13 @@ class BranchStateManager(StateManager, Generic[StateT]):  # type: ignore[misc]
         self._states[branch] = state
         return state
 
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the states of all branches: the next forward starts a generation."""
+    def forget_states(self) -> None:
+        """Forget the states of all branches."""
         self._states.clear()
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Forget everything: the next forward starts a generation."""
+        self.forget_states()
         self.hint, self.branch = NO_HINT, NO_BRANCH
         if self._on_reset is not None:
             self._on_reset()
@@ -133,7 +137,7 @@ def has_hooks(transformer: nn.Module) -> bool:
 def remove_hooks(transformer: nn.Module) -> None:
     """Remove the documented hooks from a transformer and its blocks; modules without other hooks are what they were."""
     for module in transformer.modules():
-        registry = vars(module).get("_diffusers_hook")
+        registry: Any = vars(module).get("_diffusers_hook")
         ours = [] if registry is None else [n for n, hook in registry.hooks.items() if isinstance(hook, CacheHook)]
         for name in ours:
             registry.remove_hook(name, recurse=False)

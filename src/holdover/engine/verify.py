@@ -1,4 +1,4 @@
-"""Replay identity: a computed step must equal the plain forward, and a held step the computed one, on the same input."""
+"""Replay identity: on the same input, a computed step equals the plain forward, and a held step the computed one."""
 
 from __future__ import annotations
 

@@ -89,9 +89,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
         self._passes[transformer] = StrategyPasses(strategy) if strategy and overridden else BLOCK_PASSES
         if self.calibration is not None:
             return (f"{transformer.name}: calibrating, nothing is held",)
-        profile = self._profiles[transformer] = resolve_profile(
-            self.config, strategy, transformer.core, pipeline
-        )
+        profile = self._profiles[transformer] = resolve_profile(self.config, strategy, transformer.core, pipeline)
         return (f"{transformer.name}: ratios {profile.name}",)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:

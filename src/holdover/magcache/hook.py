@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from diffusers.hooks.hooks import StateManager
 from torch import nn
 
-from ..engine.blocks import ComputePass, HoldPass
+from ..engine.clock import TimestepClock
 from ..engine.hooks import (
     NO_BRANCH,
     BranchStateManager,
@@ -31,160 +30,35 @@ from ..engine.hooks import (
 )
 from ..engine.install import ContextHint, find_engine
 from ..engine.method import BLOCK_PASSES
-from ..engine.storage import ON_DEVICE, STORAGES, HeldTensors, HeldTuple, Residuals
+from ..engine.storage import ON_DEVICE, STORAGES
 from ..errors import EnableError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
-from ..models.inputs import ArgumentKey, ForwardSignature, bind_arguments, describe_structure, unwrap_module
+from ..models.inputs import ForwardSignature, bind_arguments, describe_structure, unwrap_module
 from ..models.registry import get_family, read_block_input
-from ..models.trace import Stack, Trace, find_block_lists, get_version
+from ..models.trace import find_block_lists
 from ..policies.base import Policy
 from .backend import make_policy, resolve_profile
 from .calibration import NEUTRAL, step_figures
 from .config import MagCacheConfig
+from .forward import FollowingForward, HookedForward, RecordingForward
 from .state import MagCacheState
 from .strategy import MagCacheStrategy, Residual, StrategyPasses, strategy_of
 
 logger = logging.getLogger(__name__)
+NO_TAIL = (
+    "The last forward did not reach a tail hook, so that nothing can be held: register a MagCacheBlockHook with "
+    "is_tail=True on the last block that the model calls, with the state manager of the head, or use holdover.enable."
+)
 
 
-# What the hooks of one forward share
+@dataclass
+class TransformerInputs:
+    """What a forward of the transformer shows to the head: the step, the inputs, and whether it is never held."""
 
-
-@dataclass(frozen=True)
-class HookedStack:
-    """The stack that the hooked blocks make, and for each of their calls the hook and the call's number in the stack."""
-
-    stack: Stack
-    calls: tuple[tuple[ModelHook, int | None], ...]  # None: no stream passes through this call, it always runs
-
-
-class HookedForward:
-    """One forward of the hooked blocks, from the head to the tail; this one just runs them."""
-
-    stores = False  # whether what it computes is held
-
-    def call(self, hook: MagCacheHook, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer the call of one block."""
-        return block(*args, **kwargs)
-
-    def finish(self, state: MagCacheState) -> HeldTensors | None:
-        """What the blocks added, if it is known."""
-        return None
-
-
-class RecordingForward(HookedForward):
-    """The first forward: runs every block, finds the stack, and computes what its segments added."""
-
-    stores = True
-
-    def __init__(self, head: str | None, strategy: MagCacheStrategy | None) -> None:
-        self._head, self._strategy = head, strategy
-        self._trace = RecordingTrace()
-        self._hooks: list[ModelHook] = []
-        self._output: Any = None
-
-    def call(self, hook: MagCacheHook, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._hooks.append(hook)
-        name = hook.blocks or type(block).__name__
-        self._output = self._trace.run_block(name, len(self._hooks) - 1, block, args, kwargs)
-        return self._output
-
-    def finish(self, state: MagCacheState) -> HeldTensors | None:
-        stack = self._trace.build_stack(self._head)
-        if len(stack.group_names) < len(stack.segments):
-            raise UnsupportedModelError(
-                f"The model changes a stream between its blocks ({stack}). MagCache's hooks hold one residual per "
-                "stream, from the first block to the last, which would be wrong here. "
-                'Use holdover.enable(transformer, "mag_cache").'
-            )
-        numbers = iter(range(len(stack.calls)))
-        lists = [self._trace.list_of(call) for call in range(len(self._hooks))]
-        found = [next(numbers) if name in stack.lists else None for name in lists]
-        state.stack = HookedStack(stack, tuple(zip(self._hooks, found, strict=True)))
-        if self._strategy is not None:
-            return HeldTuple(_as_tuple(self._strategy.compute_residual(self._output, state.head_block_input)))
-        return self._trace.compute_residuals(stack, [call for call, number in enumerate(found) if number is not None])
-
-
-class RecordingTrace(Trace):
-    """A trace that keeps the tensors at which a segment starts or ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._entering: dict[tuple[int, ArgumentKey], torch.Tensor] = {}
-        self._leaving: dict[tuple[int, int], tuple[torch.Tensor, object]] = {}  # with the version it left in
-
-    def run_block(
-        self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        output = super().run_block(blocks, index, block, args, kwargs)
-        number, call = len(self._calls) - 1, self._calls[-1]
-        for key, value in (*enumerate(args), *kwargs.items()):
-            source = call.sources.get(key)
-            if source is None and key in call.inputs:
-                self._entering[number, key] = value
-            elif source is not None and call.inputs[key] in call.outputs[source[1] : source[1] + 1]:
-                self._leaving.pop(source, None)  # the stream goes on through this block
-        traced = self._lists[blocks]
-        for slot, (value, version) in enumerate(zip(traced.last_outputs, traced.last_versions, strict=True)):
-            if isinstance(value, torch.Tensor):
-                self._leaving[number, slot] = value, version
-        return output
-
-    def list_of(self, call: int) -> str:
-        """The name of the list that a call belongs to."""
-        return self._calls[call].blocks
-
-    def compute_residuals(self, stack: Stack, calls: Sequence[int]) -> Residuals | None:
-        """What the segments of the traced forward added; None if an output was used up or written to since."""
-        residuals = Residuals(stack, merged=False)
-        entering: dict[int, torch.Tensor] = {}
-        for number, (traced, call) in enumerate(zip(calls, stack.calls, strict=True)):
-            outputs = {}
-            for slot in (*(link.slot for link in call.links if link.closes), *call.side_outputs):
-                outputs[slot], version = self._leaving.get((traced, slot), (None, None))
-                if outputs[slot] is None or get_version(outputs[slot]) != version:
-                    return None
-            for link in call.links:
-                if link.segment not in entering:
-                    entering[link.segment] = self._entering[traced, link.key]
-                if link.closes:
-                    residuals.add(link.segment, outputs[link.slot] - entering[link.segment])
-            for slot in call.side_outputs:
-                residuals.sides[number, slot] = outputs[slot].clone()
-        return residuals
-
-
-class FollowingForward(HookedForward):
-    """A later forward: a block pass of the engine computes or holds along the stack."""
-
-    stores = True
-
-    def __init__(self, hooked: HookedStack, pass_: ComputePass | HoldPass) -> None:
-        self._calls, self._pass, self._position = hooked.calls, pass_, 0
-
-    def call(self, hook: MagCacheHook, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        while self._position < len(self._calls):
-            expected, number = self._calls[self._position]
-            self._position += 1
-            if expected is hook:
-                if number is None:
-                    return block(*args, **kwargs)
-                site = self._pass.sites[number]
-                self._pass.position = number
-                return self._pass.call(site.blocks, site.index, block, args, kwargs)
-            if number is not None and self._pass.sites[number].edge:
-                break  # a block that has to be there was left out
-        raise UnsupportedModelError(
-            f"The model calls other blocks than before ({type(block).__name__} out of order), which hooks on blocks "
-            'cannot follow. Use holdover.enable(transformer, "mag_cache").'
-        )
-
-    def finish(self, state: MagCacheState) -> HeldTensors | None:
-        return self._pass.held() if isinstance(self._pass, ComputePass) else None
-
-
-# The hooks
+    step: int
+    signature: Any
+    never_held: bool
+    started: bool = False  # whether the head has run
 
 
 class MagCacheHook(CacheHook[MagCacheState]):
@@ -225,7 +99,9 @@ class MagCacheHook(CacheHook[MagCacheState]):
             logger.info("Copy these values to DiffusionCacheConfig(mag_ratios=...).")
         state.reset()
 
-    def _run_block(self, state: MagCacheState, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_block(
+        self, state: MagCacheState, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run or hold this block, as the forward says."""
         assert state.forward is not None
         if self._block is None:
@@ -278,14 +154,14 @@ class MagCacheHeadHook(MagCacheHook):
         self._head = None if transformer is None else get_family(transformer).head
         self._policies: dict[tuple[str, int], Policy] = {}
         self._policies_of: MagCacheConfig | None = None
-        self.must_compute = False  # whether the forward that runs is never held
+        self.seen: TransformerInputs | None = None  # by a hook on the transformer
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Check that there are ratios for the block's transformer."""
         self._find_policy(NO_BRANCH, self.config.num_inference_steps)
         return module
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Decide whether the step is computed or held; the first block runs, or adds the residual."""
         if torch.is_grad_enabled() or module.training:
@@ -293,7 +169,7 @@ class MagCacheHeadHook(MagCacheHook):
         hint, state = enter_branch(self.state_manager)
         self._start(hint, state, args, kwargs)
         state.head_block_input = read_block_input(module, bind_arguments(type(module), args, kwargs))
-        if self.must_compute:
+        if self.seen is not None and self.seen.never_held:
             state.should_compute, state.forward = True, HookedForward()
         else:
             policy = self._find_policy(hint.name or NO_BRANCH, state.num_inference_steps)
@@ -329,18 +205,22 @@ class MagCacheHeadHook(MagCacheHook):
         """Locate the step, and drop what does not fit this forward."""
         if state.forward is not None:
             state.reset()
-            raise UnsupportedModelError(
-                "The last forward did not reach a tail hook, so that nothing can be held: register a "
-                "MagCacheBlockHook with is_tail=True on the last block that the model calls, with the state manager "
-                "of the head."
-            )
-        if hint.step_index is not None:
+            raise UnsupportedModelError(NO_TAIL)
+        tensors: list[tuple[Any, ...]] = []
+        signature: Any = (describe_structure([args, kwargs], tensors), tensors)
+        if self.seen is not None:
+            if self.seen.started:
+                state.reset()
+                raise UnsupportedModelError(
+                    "The model runs its blocks several times in one forward, which hooks on blocks take for several "
+                    'steps. Use holdover.enable(transformer, "mag_cache").'
+                )
+            self.seen.started, state.step_index, signature = True, self.seen.step, self.seen.signature
+        elif hint.step_index is not None:
             if hint.step_index < state.step_index:
                 state.reset()
             state.step_index = hint.step_index
         state.num_inference_steps = hint.num_inference_steps or self.config.num_inference_steps
-        tensors: list[tuple[Any, ...]] = []
-        signature = (describe_structure([args, kwargs], tensors), tensors)
         if state.signature != signature:
             state.signature, state.stack, state.previous_residual = signature, None, None
         if state.previous_residual is None:
@@ -402,7 +282,7 @@ class MagCacheBlockHook(MagCacheHook):
         """Leaves the block as it is."""
         return module
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the block, or pass its inputs on where the step is held; the tail then ends the forward."""
         state = enter_branch(self.state_manager)[1]
@@ -413,13 +293,12 @@ class MagCacheBlockHook(MagCacheHook):
             self._finish(state)
         return output
 
-
     def _run_outside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a block that is called before the head or after the tail, or whose head holds nothing."""
         if not (self._warned or torch.is_grad_enabled() or module.training):
             warnings.warn(
-                f"A {type(module).__name__} with a MagCacheBlockHook is called before the head or after the tail, so it "
-                "is never held: register the head on the first block that the model calls, the tail on the last one.",
+                f"A {type(module).__name__} with a MagCacheBlockHook is called before the head or after the tail, so "
+                "it is never held: register the head on the first block that the model calls and the tail on the last.",
                 HoldoverWarning,
                 stacklevel=2,
             )
@@ -428,18 +307,48 @@ class MagCacheBlockHook(MagCacheHook):
 
 
 class _TransformerHook(CacheHook[MagCacheState]):
-    """Hook of the transformer itself: tells the head of forwards that are never held, by the model's family."""
+    """Hook of the transformer itself, which sees what its blocks do not: the timestep, all inputs, and the end."""
 
     def __init__(self, head: MagCacheHeadHook, transformer: nn.Module) -> None:
         super().__init__(head.state_manager, head.config)
-        self._head = head
-        self._find_reason = get_family(transformer).must_compute
-        self._signature = ForwardSignature(transformer)
+        self._head, self._family, self._inputs = head, get_family(transformer), ForwardSignature(transformer)
+        self._last_steps: dict[str, int] = {}  # by branch
+        self._clock = TimestepClock(self._start_generation, self._family.time_runs_up)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self._find_reason is not None
-        self._head.must_compute = self._find_reason(self._signature.bind(args, kwargs)) is not None
+        """Tell the head which step this is, what the inputs are, and whether the forward is never held."""
+        arguments = self._inputs.bind(args, kwargs)
+        hint, branch = self.state_manager.hint, self.state_manager.hint.name or NO_BRANCH
+        timestep = None if self._inputs.timestep_name is None else arguments.get(self._inputs.timestep_name)
+        step = self._clock.step(hint, timestep)
+        if self._last_steps.get(branch) == step:  # this branch again at this step: a new generation
+            self._clock.restart()
+            step = self._clock.step(hint, timestep)
+        self._last_steps[branch] = step
+        tensors: list[tuple[Any, ...]] = []
+        structure = describe_structure(arguments, tensors)
+        never_held = self._family.must_compute is not None and self._family.must_compute(arguments) is not None
+        self._head.seen = TransformerInputs(step, (structure, tensors), never_held)
+        state = enter_branch(self.state_manager)[1]
+        if state.forward is not None:
+            state.reset()  # the last forward failed half-way
         return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Check that the blocks were called from the head to the tail."""
+        state = enter_branch(self.state_manager)[1]
+        if state.forward is not None:
+            state.reset()
+            raise UnsupportedModelError(NO_TAIL)
+        return output
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        self._clock.restart()
+        return super().reset_state(module)
+
+    def _start_generation(self) -> None:
+        self._last_steps.clear()
+        self.state_manager.forget_states()
 
 
 def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: MagCacheStrategy | None = None) -> None:
@@ -464,8 +373,7 @@ def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: Ma
         hook = head if number == 0 else MagCacheBlockHook(manager, is_tail, config, strategy)
         hook.blocks = name
         register_hook(block, hook, "mag_cache")
-    if get_family(core).must_compute is not None:
-        register_hook(module, _TransformerHook(head, core), "mag_cache")
+    register_hook(module, _TransformerHook(head, core), "mag_cache")
     forget_child_registries(module)
 
 

@@ -9,15 +9,15 @@ import torch
 from diffusers.hooks.hooks import BaseState
 
 from ..engine.storage import HeldTensors
-from ..policies.magcache import AccumulatedError
+from ..policies.magcache import ErrorAccumulator
 
 if TYPE_CHECKING:
-    from .hook import HookedForward, HookedStack
+    from .forward import HookedForward, HookedStack
     from .strategy import Residual
 
 
 @dataclass
-class MagCacheState(AccumulatedError, BaseState):  # type: ignore[misc]
+class MagCacheState(ErrorAccumulator, BaseState):  # type: ignore[misc]
     """One branch: the residual of the last computed step, the accumulated error, and what a calibration has measured.
 
     `should_compute` is the decision of the forward that runs or ran last, `head_block_input` the hidden states that
@@ -41,4 +41,4 @@ class MagCacheState(AccumulatedError, BaseState):  # type: ignore[misc]
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """Forget everything."""
-        vars(self).update(vars(type(self)()))
+        self.__dict__.update(type(self)().__dict__)

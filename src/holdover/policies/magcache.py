@@ -25,7 +25,7 @@ BEYOND = Decision(True, "more steps than were announced")
 
 
 @dataclass
-class AccumulatedError(PolicyState):
+class ErrorAccumulator(PolicyState):
     """The accumulators since the last computed step."""
 
     accumulated_ratio: float = 1.0
@@ -56,10 +56,10 @@ class MagCachePolicy:
         """How many steps at the start are always computed."""
         return int(self.retention_ratio * self.grid.length + 0.5)
 
-    def start(self) -> AccumulatedError:
-        return AccumulatedError()
+    def start(self) -> ErrorAccumulator:
+        return ErrorAccumulator()
 
-    def decide(self, step: int, signal: float | None, state: AccumulatedError) -> Decision:
+    def decide(self, step: int, signal: float | None, state: ErrorAccumulator) -> Decision:
         if step < self.grid.first + self.retained:
             decision = RETAINED
         elif step > self.grid.last:

@@ -19,8 +19,8 @@ class TeaCacheConfig(TeaCacheSettings):
     `coefficients` are the rescaling polynomial, highest power first. By default they come from `profile`: a Profile
     object, a file, or the name of a shipped profile; else from the shipped profile that matches the model. `signal`
     selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used,
-    by default the transformer's own; an extractor registered for it is used. `read="late"` reads the change of the signal
-    at computed steps only and uses it for the held steps that follow. `clamp=False` and `compute_last=False` are
+    by default the transformer's own; an extractor registered for it is used. `read="late"` reads the change of the
+    signal at computed steps only and uses it for the held steps that follow. `clamp=False` and `compute_last=False` are
     vLLM-Omni's rule: the polynomial as it is, and a last step that may be held.
     """
 

@@ -42,7 +42,7 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
         self.rescale_func: Callable[[float], float] = np.poly1d([1.0, 0.0])
         self._engine: Engine | None = None
         self._extractor_used: Extractor | None = None
-        self._rescale_found = self.rescale_func  # what the config led to
+        self._rescale_found: Callable[[float], float] = self.rescale_func  # what the config led to
         super().__init__(BranchStateManager(TeaCacheState, on_reset=self._forget), config)
 
     @property
@@ -75,7 +75,7 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
         self._engine = None
         return module
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One forward of the module, computed or held."""
         if self._engine is None:
