@@ -32,15 +32,15 @@ class CacheContext:
 
     def validate(self) -> None:
         """Check types (TypeError), tensors (ValueError) and the signatures of the callables (RuntimeError)."""
-        for name in ("modulated_input", "hidden_states", "temb", "encoder_hidden_states"):
-            if name != "encoder_hidden_states" or self.encoder_hidden_states is not None:
-                _check_tensor(name, getattr(self, name))
+        for name in ("modulated_input", "hidden_states", "temb"):
+            _check_tensor(name, getattr(self, name))
+        if self.encoder_hidden_states is not None:
+            _check_tensor("encoder_hidden_states", self.encoder_hidden_states)
         signal, hidden = self.modulated_input, self.hidden_states
-        if signal.shape[:1] != hidden.shape[:1]:
-            batches = [tuple(tensor.shape)[:1] for tensor in (signal, hidden)]
-            raise ValueError(
-                f"CacheContext.modulated_input has batch size {batches[0]} and hidden_states {batches[1]}."
-            )
+        batches = [tensor.shape[0] if tensor.ndim else None for tensor in (signal, hidden)]
+        if batches[0] != batches[1]:
+            sizes = f"modulated_input has batch size {batches[0]} and hidden_states {batches[1]}"
+            raise ValueError(f"CacheContext.{sizes}.")
         if signal.device != hidden.device:
             raise ValueError(
                 f"CacheContext.modulated_input is on {signal.device} and hidden_states on {hidden.device}."
