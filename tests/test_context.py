@@ -80,13 +80,20 @@ def test_a_tensor_of_whole_numbers_is_a_value_error(field: str, dtype: torch.dty
         valid(**{field: torch.ones(2, 6, 8, dtype=dtype)}).validate()
 
 
-def test_streams_of_different_batches_are_a_value_error() -> None:
-    with pytest.raises(ValueError, match="hidden_states has batch 2 and encoder_hidden_states 3"):
-        valid(encoder_hidden_states=torch.ones(3, 3, 8)).validate()
+def test_the_signal_has_the_batch_and_device_of_the_hidden_states() -> None:
+    with pytest.raises(ValueError, match="modulated_input has batch size 3 and hidden_states 2"):
+        valid(modulated_input=torch.ones(3, 6, 8)).validate()
+    with pytest.raises(ValueError, match="modulated_input has batch size None and hidden_states 2"):
+        valid(modulated_input=torch.tensor(1.0)).validate()
+    with pytest.raises(ValueError, match="modulated_input is on meta and hidden_states on cpu"):
+        valid(modulated_input=torch.ones(2, 6, 8, device="meta")).validate()
 
 
-def test_packed_streams_without_a_batch_pass() -> None:
-    valid(hidden_states=torch.ones(6, 8), encoder_hidden_states=torch.ones(3, 8)).validate()
+def test_encoder_states_may_have_a_batch_of_their_own() -> None:
+    valid(encoder_hidden_states=torch.ones(3, 3, 8)).validate()
+    valid(
+        modulated_input=torch.ones(6, 8), hidden_states=torch.ones(6, 8), encoder_hidden_states=torch.ones(3, 8)
+    ).validate()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import torch
 from cache_dit.caching import CachedAdapter, CachedContextManager
 from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
-from diffusers.hooks import HookRegistry, ModelHook, _helpers
+from diffusers.hooks import ModelHook
 from torch import nn
 
 import holdover
@@ -36,10 +36,9 @@ from holdover.cache_dit_backend import (
     Wan22S2VCachedBlocks,
 )
 from holdover.context import CacheContext
-from holdover.engine.backend import BranchStateManager, find_cache
-from holdover.errors import ConfigError, UnsupportedModelError
+from holdover.errors import ConfigError
 from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
-from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
+from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook
 from holdover.magcache.strategy import (
     FluxMagCacheStrategy,
     MagCacheStrategy,
@@ -47,12 +46,10 @@ from holdover.magcache.strategy import (
     register_strategy,
     unregister_strategy,
 )
-from holdover.profiles import shipped
 from holdover.prompt_embed_cache import PromptEmbedCache
 from holdover.selector import get_cache_backend
-from holdover.teacache import TeaCacheBackend, TeaCacheConfig, TeaCacheState, register_extractor, unregister_extractor
-from holdover.teacache.hook import TeaCacheHook, apply_teacache_hook
-from tiny.models import MODELS, with_timestep
+from holdover.teacache import TeaCacheBackend, TeaCacheConfig
+from holdover.teacache.hook import TeaCacheHook
 from tiny.pipelines import PIPELINES, run
 
 FLUX = "FluxTransformer2DModel"
@@ -363,19 +360,11 @@ def test_is_a_dataclass(cls: type) -> None:
     assert dataclasses.is_dataclass(cls)
 
 
-STATES = BranchStateManager(MagCacheState)
-TEA, MAG, EVERYTHING = TeaCacheConfig(coefficients=[1.0, 0.0]), MagCacheConfig(), DiffusionCacheConfig()
+EVERYTHING = DiffusionCacheConfig()
 ATTRIBUTES = [
     (lambda: TeaCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
     (lambda: MagCacheBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
     (lambda: CacheDiTBackend(EVERYTHING), {"config": EVERYTHING, "enabled": False}),
-    (lambda: TeaCacheHook(TEA), {"config": TEA, "extractor_fn": None}),
-    (lambda: MagCacheHeadHook(state_manager=STATES, config=MAG), {"config": MAG, "state_manager": STATES}),
-    (
-        lambda: MagCacheBlockHook(state_manager=STATES, config=MAG, is_tail=True),
-        {"config": MAG, "state_manager": STATES, "is_tail": True},
-    ),
-    (lambda: MagCacheBlockHook(state_manager=STATES, config=MAG), {"is_tail": False}),
     (lambda: PromptEmbedCache(max_size=7, enabled=False), {"max_size": 7, "enabled": False}),
     (PromptEmbedCache, {"max_size": 32, "enabled": True, "hits": 0, "misses": 0, "bypassed": 0}),
     (
@@ -396,36 +385,6 @@ def test_attributes_after_construction(make: Any, attributes: dict[str, Any]) ->
     assert {name: getattr(made, name) for name in attributes} == attributes
 
 
-def test_teacache_hook_rescales_and_has_states() -> None:
-    hook = TeaCacheHook(TeaCacheConfig(coefficients=[2.0, 0.0, 0.25]))
-    assert hook.rescale_func(0.5) == pytest.approx(0.75)
-    assert isinstance(hook.state_manager.get_state(), TeaCacheState)
-
-
-# The interface of all backends
-
-
-def test_a_backend_needs_enable_and_refresh() -> None:
-    assert {"enable", "refresh"} <= CacheBackend.__abstractmethods__
-    with pytest.raises(TypeError, match="abstract"):
-        CacheBackend(DiffusionCacheConfig())
-
-
-def test_a_backend_needs_no_more_than_enable_and_refresh() -> None:
-    class MyBackend(CacheBackend):
-        def enable(self, pipeline: Any) -> None:
-            self.enabled = True
-
-        def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None: ...
-
-    config = DiffusionCacheConfig()
-    backend = MyBackend(config)
-    assert backend.config is config
-    assert backend.is_enabled() is False
-    backend.enable(None)
-    assert backend.is_enabled() is True
-
-
 @pytest.fixture
 def flux() -> diffusers.FluxPipeline:
     return PIPELINES["FluxPipeline"].build()
@@ -433,45 +392,6 @@ def flux() -> diffusers.FluxPipeline:
 
 def generate(pipe: Any, steps: int, name: str = "FluxPipeline", seed: int = 0) -> torch.Tensor:
     return run(pipe, **PIPELINES[name].call(steps=steps, seed=seed))
-
-
-def test_the_example_of_teacache_backend(flux: Any) -> None:
-    backend = TeaCacheBackend(DiffusionCacheConfig(rel_l1_thresh=0.4))
-    backend.enable(flux)
-    assert backend.is_enabled() is backend.enabled is True
-    assert backend.config.rel_l1_thresh == 0.4
-    backend.refresh(flux, num_inference_steps=20)
-    generate(flux, 20)
-    generation = backend.stats().last
-    assert generation.steps == 20
-    assert generation.held["cond"] > 0
-    assert generation.trace("cond")[0] == generation.trace("cond")[-1] == "C"
-    backend.disable()
-    assert backend.is_enabled() is backend.enabled is False
-
-
-@pytest.mark.parametrize("verbose", [True, False])
-def test_refresh_logs_when_it_is_to(flux: Any, verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
-    backend = MagCacheBackend(DiffusionCacheConfig())
-    backend.enable(flux)
-    with caplog.at_level(logging.INFO, "holdover"):
-        backend.refresh(flux, 9, verbose=verbose)
-    assert [record for record in caplog.messages if "9 steps" in record] == caplog.messages[: int(verbose)]
-
-
-def test_refresh_forgets_the_generation_before() -> None:
-    """After a loop that was left half-way, the next one begins at its first step."""
-    model, net = MODELS[FLUX], MODELS[FLUX].build()
-    backend = TeaCacheBackend(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
-    backend.enable(net)
-    inputs = model.inputs()
-    with torch.no_grad():
-        for t in (1.0, 0.8, 0.6):
-            net(**with_timestep(model, inputs, t))
-        backend.refresh(net, num_inference_steps=2)
-        for t in (0.4, 0.2):
-            net(**with_timestep(model, inputs, t))
-    assert [g.trace("1") for g in backend.stats().generations] == ["Chh", "CC"]
 
 
 # MagCache, as its proposal describes it
@@ -657,26 +577,6 @@ def test_a_dual_stream_strategy_is_followed(flux: Any, registered: Any, metadata
     assert not torch.allclose(image, generate(flux, 12), atol=1e-4)
 
 
-def test_a_strategy_given_to_the_hook_is_followed(flux: Any) -> None:
-    """Its metadata may as well be diffusers' own."""
-    strategy = DualStreamStrategy(_helpers.TransformerBlockMetadata(1, 0))
-    apply_mag_cache_hook(flux.transformer, MagCacheConfig(num_inference_steps=12), strategy)
-    generate(flux, 12)
-    assert strategy.calls.count("apply") == find_cache(flux.transformer).stats().held + 1
-    holdover.disable(flux.transformer)
-
-
-def test_a_strategy_whose_held_step_is_another_is_refused(flux: Any) -> None:
-    class Wrong(DualStreamStrategy):
-        def apply_residual_tuple(self, hidden_states: Any, encoder_hidden_states: Any, residual: Any) -> Any:
-            return hidden_states - residual, encoder_hidden_states
-
-    apply_mag_cache_hook(flux.transformer, MagCacheConfig(num_inference_steps=12), Wrong(None))
-    with pytest.raises(UnsupportedModelError, match="does not replay"):
-        generate(flux, 12)
-    holdover.disable(flux.transformer)
-
-
 def test_the_base_strategy() -> None:
     strategy = MagCacheStrategy()
     hidden, encoder, residual = torch.full((1, 4, 2), 3.0), torch.ones(1, 2, 2), torch.full((1, 4, 2), 0.5)
@@ -687,258 +587,3 @@ def test_the_base_strategy() -> None:
     held, untouched = strategy.apply_residual_tuple(hidden, encoder, residual)
     assert torch.equal(held, hidden + residual)
     assert untouched is encoder
-
-
-# Hooks
-
-
-def loop(module: nn.Module, steps: int, call: Any = None) -> list[torch.Tensor]:
-    """A denoising loop written by hand around a tiny FLUX transformer."""
-    model, inputs = MODELS[FLUX], MODELS[FLUX].inputs()
-    with torch.no_grad():
-        return [
-            (call or module)(**with_timestep(model, inputs, 1 - i / steps), return_dict=False)[0] for i in range(steps)
-        ]
-
-
-def test_apply_mag_cache_hook() -> None:
-    net = MODELS[FLUX].build()
-    assert apply_mag_cache_hook(net, MagCacheConfig(num_inference_steps=28)) is None
-    loop(net, 28)
-    generation = find_cache(net).stats().last
-    assert generation.trace("1").startswith("CCCh")
-    assert generation.held["1"] > 10
-    holdover.disable(net)
-    assert find_cache(net) is None
-
-
-def test_apply_teacache_hook() -> None:
-    tiny = PIPELINES["QwenImagePipeline"]
-    pipe = tiny.build()
-    config = TeaCacheConfig(rel_l1_thresh=0.2, transformer_type="QwenImageTransformer2DModel")
-    assert apply_teacache_hook(pipe.transformer, config) is None
-    plain = PIPELINES["QwenImagePipeline"].build()
-    assert not torch.equal(generate(pipe, 20, tiny.name), generate(plain, 20, tiny.name))
-    generation = find_cache(pipe.transformer).stats().last
-    assert set(generation.branches) == {"cond", "uncond"}
-    assert min(generation.held.values()) > 0
-    holdover.disable(pipe.transformer)
-    assert torch.equal(generate(pipe, 20, tiny.name), generate(plain, 20, tiny.name))
-
-
-def test_coefficients_come_from_the_transformer_type() -> None:
-    """For a class without constants of its own, those of the named class are used."""
-    pipe = PIPELINES["SanaPipeline"].build()
-    apply_teacache_hook(pipe.transformer, TeaCacheConfig(rel_l1_thresh=0.4, transformer_type=FLUX))
-    holdover.disable(pipe.transformer)
-
-
-def test_the_transformer_type_is_detected_by_the_backend(flux: Any) -> None:
-    backend = TeaCacheBackend(DiffusionCacheConfig())
-    backend.enable(flux)
-    assert backend.settings.transformer_type == FLUX
-
-
-def test_the_hooks_rescaling_is_the_one_in_use() -> None:
-    net = MODELS[FLUX].build()
-    hook = TeaCacheHook(TeaCacheConfig(rel_l1_thresh=0.4))
-    hook.initialize_hook(net)
-    profile = next(p for p in shipped("tea_cache") if p.name == "tc.flux1-dev")
-    *_, constant = profile.fit("").coefficients
-    assert hook.rescale_func(0.0) == pytest.approx(constant)
-
-
-def test_teacache_hook_called_by_hand() -> None:
-    net, plain = MODELS[FLUX].build(), MODELS[FLUX].build()
-    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
-    assert hook.initialize_hook(net) is net
-    assert hook.extractor_fn is None
-    outputs = loop(net, 4, lambda **inputs: hook.new_forward(net, **inputs))
-    expected = loop(plain, 4)
-    assert torch.equal(outputs[0], expected[0])
-    assert not torch.equal(outputs[1], expected[1])
-    state = hook.state_manager.get_state()
-    assert state.anchor == 0
-    assert state.accumulated_rel_l1_distance > 0
-    assert hook.reset_state(net) is net
-    assert hook.state_manager.get_state().accumulated_rel_l1_distance == 0
-    loop(net, 4, lambda **inputs: hook.new_forward(net, **inputs))
-    assert [g.trace("1") for g in find_cache(net).stats().generations] == ["Chhh", "Chhh"]
-    holdover.disable(net)
-
-
-def test_teacache_hook_in_diffusers_registry() -> None:
-    net = MODELS[FLUX].build()
-    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
-    HookRegistry.check_if_exists_or_initialize(net).register_hook(hook, "teacache")
-    loop(net, 4)
-    assert find_cache(net).stats().held == 3
-
-
-def block_hooks() -> tuple[MagCacheHeadHook, MagCacheBlockHook]:
-    states = BranchStateManager(MagCacheState)
-    return MagCacheHeadHook(states, MAG), MagCacheBlockHook(states, MAG, is_tail=True)
-
-
-@pytest.mark.parametrize("index", [0, 1], ids=["head", "block"])
-def test_magcache_hooks_called_by_hand(index: int) -> None:
-    """Outside a cached forward a block's role is to run the block."""
-    hook, block = block_hooks()[index], nn.Linear(3, 3)
-    inputs = torch.randn(2, 3)
-    assert hook.initialize_hook(block) is block
-    assert torch.equal(hook.new_forward(block, inputs), block(inputs))
-    assert torch.equal(hook.new_forward(block, input=inputs), block(inputs))
-    assert hook.reset_state(block) is block
-    assert hook.state_manager.get_state() == MagCacheState()
-
-
-@pytest.mark.parametrize("index", [0, 1], ids=["head", "block"])
-def test_magcache_hooks_in_diffusers_registry(index: int) -> None:
-    hook, block = block_hooks()[index], nn.Linear(3, 3)
-    inputs = torch.randn(2, 3)
-    expected = block(inputs)
-    HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "mag_cache")
-    assert torch.equal(block(inputs), expected)
-
-
-def test_what_magcache_hooks_log(caplog: pytest.LogCaptureFixture) -> None:
-    head, tail = block_hooks()
-    state = MagCacheState(anchor=4, accumulated_err=0.125, accumulated_steps=2)
-    residual = torch.ones(1, 2, 3)
-    with caplog.at_level(logging.DEBUG, "holdover.magcache.hook"):
-        head.log_cache_hit(state, residual, residual)
-        head.log_cache_miss(state, residual)
-        tail.log_residual_computed(state, residual)
-        tail.log_residual_computed(state, (residual, torch.ones(1, 5, 3)))
-    hit, miss, one, two = caplog.messages
-    assert "0.125" in hit
-    assert "4" in miss
-    assert "(1, 2, 3)" in one
-    assert "(1, 2, 3), (1, 5, 3)" in two
-    assert {record.name for record in caplog.records} == {"holdover.magcache.hook"}
-
-
-def test_magcache_tail_advances() -> None:
-    """The step is known, not counted: all there is to note is that the branch was there."""
-    _, tail = block_hooks()
-    state = MagCacheState(anchor=4)
-    tail.advance_step(state)
-    assert state.seen == 4
-
-
-@pytest.mark.parametrize("dual", [False, True])
-def test_magcache_tail_calibrates(dual: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(2, 5, 8, generator=generator) for _ in range(2))
-    _, tail = block_hooks()
-    state = MagCacheState()
-    for residual in (first, second):
-        tail.perform_calibration(state, (residual[:, :2], residual[:, 2:]) if dual else residual)
-    ratios = second.norm(dim=-1) / first.norm(dim=-1)
-    cosines = (first * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
-    assert state.norm_ratios == pytest.approx([1.0, float(ratios.mean())], rel=1e-5)
-    assert state.norm_stds == pytest.approx([0.0, float(ratios.std(correction=0))], rel=1e-5)
-    assert state.cos_dises == pytest.approx([0.0, float(1 - cosines.mean())], rel=1e-5)
-
-
-# A custom model, by the extractor the documents ask for
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.image, self.text = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, hidden: torch.Tensor, encoder: torch.Tensor, temb: torch.Tensor) -> Any:
-        hidden = hidden + self.image(self.norm(hidden) + temb) + encoder.mean(1, keepdim=True)
-        return encoder + self.text(encoder), hidden
-
-
-class CustomTransformer(nn.Module):
-    """A dual-stream model like the one in the documents."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.time = nn.Linear(1, width)
-        self.transformer_blocks = nn.ModuleList(_Block(width) for _ in range(3))
-        self.proj_out = nn.Linear(width, width)
-        self.runs = 0
-
-    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, timestep: torch.Tensor) -> Any:
-        temb = self.time(timestep[:, None])[:, None]
-        self.runs += 1
-        for block in self.transformer_blocks:
-            encoder_hidden_states, hidden_states = block(hidden_states, encoder_hidden_states, temb)
-        return self.proj_out(hidden_states)
-
-
-def extract(module: CustomTransformer, hidden_states: Any, encoder_hidden_states: Any, timestep: Any) -> CacheContext:
-    temb = module.time(timestep[:, None])[:, None]
-
-    def run_blocks() -> tuple[torch.Tensor, ...]:
-        h, e = hidden_states, encoder_hidden_states
-        module.runs += 1
-        for block in module.transformer_blocks:
-            e, h = block(h, e, temb=temb)
-        return (h, e)
-
-    return CacheContext(
-        modulated_input=module.transformer_blocks[0].norm(hidden_states) + temb,
-        hidden_states=hidden_states,
-        encoder_hidden_states=encoder_hidden_states,
-        temb=temb,
-        run_transformer_blocks=run_blocks,
-        postprocess=lambda h: module.proj_out(h),
-    )
-
-
-@pytest.fixture
-def custom() -> Iterator[CustomTransformer]:
-    yield CustomTransformer().eval()
-    unregister_extractor("CustomTransformer")
-
-
-def custom_loop(module: Any, steps: int = 5) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    image, text = (torch.randn(1, tokens, 8, generator=generator) for tokens in (6, 4))
-    with torch.no_grad():
-        return [module(image, text, torch.full((1,), 1.0 - i / steps)) for i in range(steps)]
-
-
-def test_an_extractor_of_ones_own(custom: CustomTransformer) -> None:
-    plain = custom_loop(CustomTransformer().eval())
-    register_extractor("CustomTransformer", extract)
-    hook = TeaCacheHook(TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=0.0))
-    hook.initialize_hook(custom)
-    assert hook.extractor_fn is extract
-    assert all(torch.equal(a, b) for a, b in zip(custom_loop(custom), plain, strict=True))
-    holdover.disable(custom)
-    apply_teacache_hook(custom, TeaCacheConfig(coefficients=[1.0, 0.0], rel_l1_thresh=100.0))
-    custom.runs = 0
-    outputs = custom_loop(custom)
-    assert find_cache(custom).stats().last.trace("1") == "Chhhh"
-    assert custom.runs == 1
-    assert torch.equal(outputs[0], plain[0])
-    assert not torch.equal(outputs[-1], plain[-1])
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        ({"temb": None}, TypeError),
-        ({"modulated_input": torch.ones(0)}, ValueError),
-        ({"postprocess": lambda: None}, RuntimeError),
-        ({"run_transformer_blocks": lambda: torch.ones(1)}, TypeError),
-        ({"run_transformer_blocks": lambda: (torch.ones(1, 2, 3),)}, ValueError),
-    ],
-)
-def test_a_wrong_context_is_an_error_at_the_first_forward(
-    custom: CustomTransformer, changed: dict[str, Any], error: type[Exception]
-) -> None:
-    register_extractor(
-        "CustomTransformer", lambda module, *inputs: dataclasses.replace(extract(module, *inputs), **changed)
-    )
-    apply_teacache_hook(custom, TEA)
-    with pytest.raises(error, match="CacheContext"):
-        custom_loop(custom)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .base import CacheBackend
 from .config import Config
-from .engine.backend import EngineBackend, find_cache
+from .engine.backend import EngineBackend, find_cache, find_transformers
 from .engine.backend import check as check
+from .engine.hooks import has_hooks, remove_hooks
 from .errors import ConfigError, NotEnabledError
 from .selector import backend_class, backend_for_config, own_config
 
@@ -55,8 +56,13 @@ def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **
 
 
 def disable(target: Any) -> None:
-    """Disable the cache that is enabled on a pipeline or a transformer."""
+    """Disable the cache that is enabled on a pipeline or a transformer; documented hooks are removed."""
     cache = find_cache(target)
-    if cache is None:
+    if cache is not None:
+        cache.disable()
+        return
+    hooked = [module for module in find_transformers(target).values() if has_hooks(module)]
+    if not hooked:
         raise NotEnabledError(f"There is no holdover cache on this {type(target).__name__}.")
-    cache.disable()
+    for module in hooked:
+        remove_hooks(module)

@@ -16,8 +16,10 @@ class CacheContext:
 
     `modulated_input` is the signal that a method may compare between steps. `hidden_states` and
     `encoder_hidden_states` are the inputs of the first block; `run_transformer_blocks()` returns the outputs of the
-    last block, hidden states first; `postprocess(hidden)` turns them into the model's output. An extractor that a user
-    registers for an unusual model builds this object.
+    last block, hidden states first, then encoder states if the model has them; `postprocess(hidden)` turns them into
+    the model's output. Both fields hold the outputs of the last block, computed or held, when `postprocess` is called.
+    `extra_states` is whatever else an extractor wants to hand over. An extractor that a user registers for an unusual
+    model builds this object.
     """
 
     modulated_input: torch.Tensor
@@ -30,14 +32,19 @@ class CacheContext:
 
     def validate(self) -> None:
         """Check types (TypeError), tensors (ValueError) and the signatures of the callables (RuntimeError)."""
-        hidden, encoder = self.hidden_states, self.encoder_hidden_states
         for name in ("modulated_input", "hidden_states", "temb"):
             _check_tensor(name, getattr(self, name))
-        if encoder is not None:
-            _check_tensor("encoder_hidden_states", encoder)
-            if hidden.ndim >= 3 and encoder.ndim >= 3 and hidden.shape[0] != encoder.shape[0]:
-                batches = f"hidden_states has batch {hidden.shape[0]} and encoder_hidden_states {encoder.shape[0]}"
-                raise ValueError(f"CacheContext.{batches}.")
+        if self.encoder_hidden_states is not None:
+            _check_tensor("encoder_hidden_states", self.encoder_hidden_states)
+        signal, hidden = self.modulated_input, self.hidden_states
+        batches = [tensor.shape[0] if tensor.ndim else None for tensor in (signal, hidden)]
+        if batches[0] != batches[1]:
+            sizes = f"modulated_input has batch size {batches[0]} and hidden_states {batches[1]}"
+            raise ValueError(f"CacheContext.{sizes}.")
+        if signal.device != hidden.device:
+            raise ValueError(
+                f"CacheContext.modulated_input is on {signal.device} and hidden_states on {hidden.device}."
+            )
         if self.extra_states is not None and not isinstance(self.extra_states, dict):
             raise TypeError(
                 f"CacheContext.extra_states must be a dict or None, not {type(self.extra_states).__name__}."

@@ -24,8 +24,8 @@ from holdover.policies.magcache import (
     KEPT,
     LONGEST,
     RETAINED,
+    ErrorAccumulator,
     MagCachePolicy,
-    MagCacheState,
     nearest_ratios,
     rescaled_ratios,
 )
@@ -274,7 +274,7 @@ def test_steps_on_which_a_branch_did_not_run_count_all_the_same(policy: MagCache
             assert state.accumulated_steps == step - anchor
         else:
             anchor = step
-            assert state == MagCacheState(anchor=step, seen=step)
+            assert state == ErrorAccumulator(anchor=step, seen=step)
 
 
 @relaxed

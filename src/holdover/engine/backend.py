@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from ..base import CacheBackend, DiffusionCacheConfig
@@ -19,6 +18,7 @@ from ..models.inputs import describe_structure
 from ..policies.base import AlwaysCompute, PolicyState
 from ..stats import Stats
 from .engine import Engine
+from .hooks import has_hooks
 from .install import CachedTransformer, find_engine
 from .method import BLOCK_PASSES, Method, NoneConfig, NoneMethod
 from .parallel import Ranks
@@ -26,7 +26,6 @@ from .state import BranchState, ForwardCall, Generation
 from .verify import ReplayReport
 
 logger = logging.getLogger(__name__)
-StateT = TypeVar("StateT")
 
 
 class EngineBackend(CacheBackend[ConfigT]):
@@ -58,7 +57,14 @@ class EngineBackend(CacheBackend[ConfigT]):
         if self._engine is not None:
             raise EnableError("This cache is enabled already: disable() it first, or make another one.")
         whole = None if isinstance(pipeline, nn.Module) else pipeline
-        engine = Engine(whole, find_transformers(pipeline), self.make_method(self.settings), owner=self)
+        transformers = find_transformers(pipeline)
+        for module in transformers.values():
+            if has_hooks(module):
+                raise EnableError(
+                    f"There already are hooks of a holdover cache on this {type(module).__name__}: "
+                    "holdover.disable() them first."
+                )
+        engine = Engine(whole, transformers, self.make_method(self.settings), owner=self)
         engine.install()
         self._engine, self.enabled = engine, True
 
@@ -103,11 +109,6 @@ class EngineBackend(CacheBackend[ConfigT]):
     def reports(self) -> dict[str, ReplayReport]:
         """The replay check of each transformer that has run, by name."""
         return {t.name: t.report for t in self._require_engine().transformers if t.report is not None}
-
-    def branch_state(self) -> Any:
-        """The policy's state of the branch that runs or ran last; None between generations."""
-        state = None if self._engine is None else self._engine.branch_state
-        return None if state is None else state.policy_state
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -181,49 +182,3 @@ def check(transformer: Any, **inputs: Any) -> ReplayReport:
         raise
     assert cached.report is not None
     return cached.report
-
-
-# The documented hook classes
-
-
-class BranchStateManager(Generic[StateT]):
-    """The state of the branch that runs, in the form that diffusers' hooks expect of a state manager."""
-
-    def __init__(self, state_class: Callable[[], StateT]) -> None:
-        self._state_class = state_class
-        self.backend: EngineBackend[Any] | None = None  # the cache whose states are shown
-
-    def get_state(self) -> StateT:
-        """The state of the branch that runs or ran last; a new one between generations."""
-        state = None if self.backend is None else self.backend.branch_state()
-        return state if state is not None else self._state_class()
-
-    def reset(self) -> None:
-        """Forget everything: the next forward starts a generation."""
-        if self.backend is not None and self.backend.is_enabled():
-            self.backend.forget()
-
-
-class MethodHook(ModelHook, Generic[StateT]):  # type: ignore[misc]
-    """Base of the documented hooks: the settings of a method and the state of the branch that runs."""
-
-    _is_stateful = True
-
-    def __init__(self, state_manager: BranchStateManager[StateT], config: Any) -> None:
-        super().__init__()
-        self.state_manager = state_manager
-        self.config = config
-
-    def initialize_hook(self, module: nn.Module) -> nn.Module:
-        """Leaves the block as it is: the engine works on the list that holds it."""
-        return module
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """One call of the module; in a hook registry the cache is already around it."""
-        forward = module if self.fn_ref is None else self.fn_ref.original_forward
-        return forward(*args, **kwargs)
-
-    def reset_state(self, module: nn.Module) -> nn.Module:
-        """Forget everything: the next forward starts a generation."""
-        self.state_manager.reset()
-        return module

@@ -13,13 +13,14 @@ from ..models.registry import INPUT_SIGNAL
 from .parallel import known_to_shards
 from .state import ForwardCall, Outcome
 from .storage import HeldOutput, HeldTuple, RecentDict
-from .verify import verify_output
+from .verify import compare_plain, verify_output
 
 if TYPE_CHECKING:
     from .install import CachedTransformer
 
 WHOLE = "the whole transformer: its output is held"
 EXTRACTED = "by the registered extractor"
+STREAMS = ("hidden_states", "encoder_hidden_states")  # of a CacheContext, in the order its blocks return them
 
 
 class OutputRunner:
@@ -80,11 +81,10 @@ class ExtractorRunner:
         decision = call.decide(context.modulated_input)
         if not decision.compute:
             predicted = call.state.predict(call.step)
-            assert isinstance(predicted, HeldTuple)
+            assert isinstance(predicted, HeldStreams)
             return Outcome(_hold(context, predicted), decision, None)
-        hidden = self._run_blocks(context)
-        held = HeldTuple([hidden - context.hidden_states])
-        output = context.postprocess(hidden)
+        held = self._run_blocks(context)
+        output = context.postprocess(context.hidden_states)
         if not known_to_shards(self._transformer.groups, call.structure in self._verified):
             self._verify(call, output, held)
         return Outcome(output, decision, held)
@@ -98,25 +98,47 @@ class ExtractorRunner:
         context.validate()
         return context
 
-    def _run_blocks(self, context: CacheContext) -> torch.Tensor:
+    def _run_blocks(self, context: CacheContext) -> HeldStreams:
+        """Run the blocks, let the context's streams be what leaves them, and return what they added to each."""
         outputs = context.run_transformer_blocks()
         if not isinstance(outputs, (tuple, list)) or not outputs or not isinstance(outputs[0], torch.Tensor):
             raise TypeError("CacheContext.run_transformer_blocks must return a tuple with the hidden states first.")
-        if outputs[0].shape != context.hidden_states.shape:
-            raise ValueError(
-                "CacheContext.run_transformer_blocks must keep the shape of the hidden states to be held: "
-                f"{tuple(context.hidden_states.shape)} became {tuple(outputs[0].shape)}."
-            )
-        return outputs[0]
+        residuals: list[torch.Tensor | None] = [None, None]
+        for number, name in enumerate(STREAMS):
+            entering = getattr(context, name)
+            if entering is None or number >= len(outputs) or outputs[number] is None:
+                continue
+            if outputs[number].shape != entering.shape:
+                raise ValueError(
+                    f"CacheContext.run_transformer_blocks must keep the shape of the {name} to be held: "
+                    f"{tuple(entering.shape)} became {tuple(outputs[number].shape)}."
+                )
+            residuals[number] = outputs[number] - entering
+            setattr(context, name, outputs[number])
+        return HeldStreams(residuals)
 
-    def _verify(self, call: ForwardCall, output: object, held: HeldTuple) -> None:
-        """Hold the step that was just computed: it must give the same."""
+    def _verify(self, call: ForwardCall, output: object, held: HeldStreams) -> None:
+        """The step that was just computed must equal the plain forward, and give the same when it is held."""
         replayed = _hold(self._build_context(call), held)
-        problem = "The extractor's postprocess depends on more than the hidden states."
-        verify_output(self._transformer, output, replayed, EXTRACTED, problem)
+        plain_error = compare_plain(self._transformer, call, output)
+        problem = (
+            "The extractor's context does not do what the model's forward does, or its postprocess depends on more "
+            "than the two streams."
+        )
+        verify_output(self._transformer, output, replayed, EXTRACTED, problem, plain_error)
         self._verified[call.structure] = None
 
 
-def _hold(context: CacheContext, held: HeldTuple) -> Any:
-    (residual,) = held.tensors
-    return context.postprocess(context.hidden_states + residual)  # type: ignore[operator]
+class HeldStreams(HeldTuple):
+    """The residuals of hidden states and encoder states; None for a stream that the extractor does not carry."""
+
+    @property
+    def main(self) -> tuple[torch.Tensor, ...]:
+        return super().main[:1]
+
+
+def _hold(context: CacheContext, held: HeldStreams) -> Any:
+    for name, residual in zip(STREAMS, held.tensors, strict=True):
+        if residual is not None:
+            setattr(context, name, getattr(context, name) + residual)
+    return context.postprocess(context.hidden_states)

@@ -1,4 +1,4 @@
-"""Does a held step replay a computed one? Same input, same output, or the model is refused."""
+"""Replay identity: on the same input, a computed step equals the plain forward, and a held step the computed one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """A full forward and a forced hold on the same inputs, compared.
+    """The plain forward, a computed step and a forced hold on the same inputs, compared.
 
-    `merged` says that one residual is held per stream. `unread` names streams that nothing reads after the blocks, so
-    that they are not held.
+    `outputs` and `streams` compare the held step with the computed one, `plain_error` the computed one with the plain
+    forward. `merged` says that one residual is held per stream. `unread` names streams that nothing reads after the
+    blocks, so that they are not held.
     """
 
     model: str
@@ -36,15 +37,16 @@ class ReplayReport:
     streams: tuple[tuple[str, float], ...]
     tolerance: float
     unread: tuple[str, ...] = ()
+    plain_error: float = 0.0
 
     @property
     def max_error(self) -> float:
         """The largest difference, relative to the largest value of that output or stream."""
-        return max((*self.outputs, *(error for _, error in self.streams)), default=0.0)
+        return max((self.plain_error, *self.outputs, *(error for _, error in self.streams)))
 
     @property
     def ok(self) -> bool:
-        """Whether the hold equals the forward up to the rounding of its dtype."""
+        """Whether all three are equal up to the rounding of their dtype."""
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:
@@ -53,6 +55,8 @@ class ReplayReport:
         lines.append(f"  stack: {self.stack}{', one residual per stream' if self.merged else ''}")
         if self.unread:
             lines.append(f"  not held, because nothing reads it after the blocks: {', '.join(self.unread)}")
+        if self.plain_error > 0:
+            lines.append(f"  computed step, compared with the plain forward: {self.plain_error:.1e}")
         lines += [f"  output {i}: {error:.1e}" for i, error in enumerate(self.outputs)]
         lines += [f"  stream {name}: {error:.1e}" for name, error in self.streams]
         return "\n".join(lines)
@@ -65,6 +69,7 @@ def compare_replay(
     held: tuple[Any, Mapping[int, torch.Tensor]],
     stack: Stack | str,
     merged: bool = False,
+    plain_error: float = 0.0,
 ) -> ReplayReport:
     """Compare outputs and streams of a computed and a held forward; ranks that run the same blocks agree."""
     (output, streams), (held_output, held_streams) = computed, held
@@ -78,16 +83,26 @@ def compare_replay(
     dtypes = [t.dtype for t in (*before, *streams.values()) if t.is_floating_point()]
     tolerance = max([1e-3, *(8 * torch.finfo(dtype).eps for dtype in dtypes)])
     outputs = tuple(relative_error(a, b) for a, b in zip(before, after, strict=True))
-    report = ReplayReport(model, stack, merged, outputs, errors, tolerance)
+    report = ReplayReport(model, stack, merged, outputs, errors, tolerance, plain_error=plain_error)
     worst = largest(groups, report.max_error)
     if worst > report.max_error:
         report = replace(report, streams=(*report.streams, ("on another rank", worst)))
     return report
 
 
-def verify_output(transformer: CachedTransformer, computed: Any, held: Any, stack: str, problem: str) -> None:
+def compare_plain(transformer: CachedTransformer, call: ForwardCall, computed: Any) -> float:
+    """The largest difference between the output of a computed step and that of the plain forward."""
+    plain = transformer.eager_call(call.plain)(*call.args, **call.kwargs)
+    return compare_replay(transformer.class_name, transformer.groups, (plain, {}), (computed, {}), "").max_error
+
+
+def verify_output(
+    transformer: CachedTransformer, computed: Any, held: Any, stack: str, problem: str, plain_error: float = 0.0
+) -> None:
     """Raise with a description of the problem unless a held forward gives the output of the computed one."""
-    report = compare_replay(transformer.class_name, transformer.groups, (computed, {}), (held, {}), stack)
+    report = compare_replay(
+        transformer.class_name, transformer.groups, (computed, {}), (held, {}), stack, plain_error=plain_error
+    )
     if not report.ok:
         raise UnsupportedModelError(f"{report}\n{problem}", report)
     transformer.report = report
@@ -123,10 +138,11 @@ _MODEL_ERRORS = (NameError, LookupError, AttributeError, TypeError, ValueError, 
 def verify_path(
     transformer: CachedTransformer, call: ForwardCall, path: CallPath, computed: Any, held: HeldTensors
 ) -> HeldTensors:
-    """Hold the step that was just computed: it must give the same, or the model is refused.
+    """Compare the step that was just computed with the plain forward, and hold it: refused unless all are the same.
 
     Returns what is held in the form in which it replays. Merged residuals are tried first, they are fewer.
     """
+    plain_error = compare_plain(transformer, call, computed[0])
     candidates = [held]
     if isinstance(held, Residuals) and len(path.stack.group_names) < len(path.stack.segments):
         candidates.insert(0, held.merge())
@@ -138,7 +154,7 @@ def verify_path(
             pass_.finish()
         merged = candidate is not held
         report = compare_replay(
-            transformer.class_name, transformer.groups, computed, (output, leaving), path.stack, merged
+            transformer.class_name, transformer.groups, computed, (output, leaving), path.stack, merged, plain_error
         )
         if report.ok:
             path.verified, path.merged = True, merged
@@ -149,7 +165,7 @@ def verify_path(
             transformer.report = replace(report, unread=tuple(names[group] for group in sorted(path.unread)))
             return candidate.without(path.unread) if isinstance(candidate, Residuals) else candidate
     raise UnsupportedModelError(
-        f"{report}\nA held step would differ from a computed one, so nothing is held on this model. "
+        f"{report}\nA computed or held step would differ from the plain forward, so nothing is held on this model. "
         "Register an extractor for it with holdover.register_extractor.",
         report,
     )

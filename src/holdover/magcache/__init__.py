@@ -1,9 +1,9 @@
 """MagCache: hold while the residual's magnitude has changed little."""
 
-from ..policies.magcache import MagCacheState
 from .backend import MagCacheBackend
 from .config import MagCacheConfig
 from .hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
+from .state import MagCacheState
 from .strategy import (
     FluxMagCacheStrategy,
     MagCacheStrategy,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
+
 from ..engine.backend import EngineBackend
 from ..engine.blocks import BlockPasses
 from ..engine.install import CachedTransformer
@@ -13,6 +15,7 @@ from ..engine.state import ComputedForward
 from ..engine.storage import STORAGES
 from ..errors import ConfigError, NotEnabledError
 from ..grid import Grid
+from ..models.inputs import get_module_class
 from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
 from ..profiles import MagCacheProfile, MagCacheRatios, find, save
@@ -21,6 +24,45 @@ from .config import MagCacheConfig
 from .strategy import MagCacheStrategy, StrategyPasses, strategy_of
 
 logger = logging.getLogger(__name__)
+
+
+def resolve_profile(
+    config: MagCacheConfig, strategy: MagCacheStrategy | None, transformer: nn.Module | None, pipeline: Any = None
+) -> MagCacheProfile:
+    """Ratios given, else those of the profile asked for, of a strategy, or of the profile that fits the transformer."""
+    class_name = "this transformer" if transformer is None else get_module_class(transformer).__name__
+    if config.ratios_by_branch:
+        return _as_profile("given", class_name, config.ratios_by_branch)
+    if config.profile is None and strategy is not None and strategy.mag_ratios is not None:
+        ratios = tuple(float(r) for r in strategy.mag_ratios)
+        return _as_profile(type(strategy).__name__, class_name, {"": ratios})
+    profile = find("mag_cache", nn.Identity() if transformer is None else transformer, pipeline, config.profile)
+    if profile is None:
+        raise ConfigError(
+            f"No magnitude ratios ship for {class_name}. Measure them: run a generation under "
+            'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
+            'profile="ratios.json".'
+        )
+    return profile
+
+
+def make_policy(config: MagCacheConfig, profile: MagCacheProfile | None, branch: str, grid: Grid) -> Policy:
+    """The policy of one branch in one generation; in calibration, which has no profile, every step is computed."""
+    if profile is None:
+        return AlwaysCompute()
+    ratios, last = profile.ratios(branch), grid.count - 1
+    if config.interpolation == "nearest":
+        ratios = nearest_ratios(ratios, grid.count)
+    else:
+        ratios = rescaled_ratios(ratios, grid, profile.noise or None)
+    return MagCachePolicy(
+        config.mag_threshold,
+        config.mag_max_skip_steps,
+        config.mag_retention_ratio,
+        ratios,
+        grid,
+        frozenset(round(step * last / max(profile.num_inference_steps - 1, 1)) for step in profile.never_hold),
+    )
 
 
 class MagCacheMethod(Method[MagCacheConfig]):
@@ -47,47 +89,13 @@ class MagCacheMethod(Method[MagCacheConfig]):
         self._passes[transformer] = StrategyPasses(strategy) if strategy and overridden else BLOCK_PASSES
         if self.calibration is not None:
             return (f"{transformer.name}: calibrating, nothing is held",)
-        profile = self._profiles[transformer] = self._resolve(transformer, pipeline, strategy)
+        profile = self._profiles[transformer] = resolve_profile(self.config, strategy, transformer.core, pipeline)
         return (f"{transformer.name}: ratios {profile.name}",)
 
-    def _resolve(
-        self, transformer: CachedTransformer, pipeline: Any, strategy: MagCacheStrategy | None
-    ) -> MagCacheProfile:
-        """Ratios given, else those of the profile asked for, of a strategy, or of the profile that fits."""
-        if self.config.ratios_by_branch:
-            return _as_profile("given", transformer, self.config.ratios_by_branch)
-        if self.config.profile is None and strategy is not None and strategy.mag_ratios is not None:
-            ratios = tuple(float(r) for r in strategy.mag_ratios)
-            return _as_profile(type(strategy).__name__, transformer, {"": ratios})
-        profile = find("mag_cache", transformer.core, pipeline, self.config.profile)
-        if profile is None:
-            raise ConfigError(
-                f"No magnitude ratios ship for {transformer.class_name}. Measure them: run a generation under "
-                'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
-                'profile="ratios.json".'
-            )
-        return profile
-
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
-        if self.calibration is not None:
-            return AlwaysCompute()
-        if not grid.bounded:
-            grid = Grid(self.declared_steps)
-        profile, settings, last = self._profiles[transformer], self.config, grid.count - 1
-        return MagCachePolicy(
-            settings.mag_threshold,
-            settings.mag_max_skip_steps,
-            settings.mag_retention_ratio,
-            self._ratios(profile, branch, grid),
-            grid,
-            frozenset(round(step * last / max(profile.num_inference_steps - 1, 1)) for step in profile.never_hold),
+        return make_policy(
+            self.config, self._profiles.get(transformer), branch, grid if grid.bounded else Grid(self.declared_steps)
         )
-
-    def _ratios(self, profile: MagCacheProfile, branch: str, grid: Grid) -> tuple[float, ...]:
-        ratios = profile.ratios(branch)
-        if self.config.interpolation == "nearest":
-            return nearest_ratios(ratios, grid.count)
-        return rescaled_ratios(ratios, grid, profile.noise or None)
 
     def block_passes(self, transformer: CachedTransformer) -> BlockPasses:
         return self._passes[transformer]
@@ -112,13 +120,13 @@ class MagCacheMethod(Method[MagCacheConfig]):
             save(profile, self.config.calibration_path)
 
 
-def _as_profile(name: str, transformer: CachedTransformer, branches: dict[str, tuple[float, ...]]) -> MagCacheProfile:
+def _as_profile(name: str, class_name: str, branches: dict[str, tuple[float, ...]]) -> MagCacheProfile:
     lists = tuple((branch, MagCacheRatios(ratios)) for branch, ratios in branches.items())
     steps = len(lists[0][1].ratios)
     return MagCacheProfile(
         name=name,
-        model=transformer.class_name,
-        transformer_class=transformer.class_name,
+        model=class_name,
+        transformer_class=class_name,
         num_inference_steps=steps,
         branches=lists,
         source=(("given by", name),),

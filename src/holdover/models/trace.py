@@ -185,7 +185,7 @@ class Trace:
         else:
             traced.varying |= {key for key, t in inputs.items() if t is not traced.first_inputs.get(key)}
         traced.last_call, traced.last_outputs = len(self._calls), outputs
-        traced.last_versions = tuple(_get_version(t) for t in outputs)
+        traced.last_versions = tuple(get_version(t) for t in outputs)
         specs = tuple(_get_spec(t) if isinstance(t, torch.Tensor) else None for t in outputs)
         input_specs = {key: _get_spec(t) for key, t in inputs.items()}
         self._calls.append(_TracedCall(blocks, index, type(block), width, input_specs, specs, sources))
@@ -196,7 +196,7 @@ class Trace:
         for traced in self._lists.values():
             for slot, output in enumerate(traced.last_outputs):
                 if output is tensor:
-                    unmodified = _get_version(tensor) == traced.last_versions[slot]
+                    unmodified = get_version(tensor) == traced.last_versions[slot]
                     return (traced.last_call, slot) if unmodified else None
         return None
 
@@ -293,7 +293,7 @@ def _get_spec(tensor: torch.Tensor) -> TensorSpec:
     return tensor.shape, tensor.dtype
 
 
-def _get_version(value: Any) -> object:
+def get_version(value: Any) -> object:
     """Return a value that changes when a tensor is written to; in inference mode, which has no versions, its sum."""
     if not isinstance(value, torch.Tensor):
         return None

@@ -8,7 +8,7 @@ at most `max_skip_steps` in a row, the step is held. Nothing here needs data: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -25,16 +25,13 @@ BEYOND = Decision(True, "more steps than were announced")
 
 
 @dataclass
-class MagCacheState(PolicyState):
-    """The accumulators since the last computed step, and what a calibration has measured."""
+class ErrorAccumulator(PolicyState):
+    """The accumulators since the last computed step."""
 
     accumulated_ratio: float = 1.0
     accumulated_err: float = 0.0
     accumulated_steps: int = 0
     seen: int | None = None
-    norm_ratios: list[float] = field(default_factory=list)
-    norm_stds: list[float] = field(default_factory=list)
-    cos_dises: list[float] = field(default_factory=list)
 
     def restart(self, step: int) -> None:
         """A step was computed: nothing is accumulated any more."""
@@ -59,10 +56,10 @@ class MagCachePolicy:
         """How many steps at the start are always computed."""
         return int(self.retention_ratio * self.grid.length + 0.5)
 
-    def start(self) -> MagCacheState:
-        return MagCacheState()
+    def start(self) -> ErrorAccumulator:
+        return ErrorAccumulator()
 
-    def decide(self, step: int, signal: float | None, state: MagCacheState) -> Decision:
+    def decide(self, step: int, signal: float | None, state: ErrorAccumulator) -> Decision:
         if step < self.grid.first + self.retained:
             decision = RETAINED
         elif step > self.grid.last:

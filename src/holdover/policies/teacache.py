@@ -1,15 +1,15 @@
 """TeaCache (Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model", arXiv:2411.19108).
 
 The signal's relative change since the last step, rescaled by a polynomial, is added up; while the sum stays below the
-threshold the step is held. First and last step are always computed.
+threshold the step is held. The first step is always computed, the last one with `compute_last`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..grid import Grid
 from .base import FIRST, LAST, NOTHING_HELD, OFF, RETAINED, Decision, PolicyState
@@ -69,25 +69,31 @@ class Polynomial:
 
 @dataclass
 class TeaCacheState(PolicyState):
-    """The sum since the last computed step, and the change that each step is taken to add when reading late."""
+    """The sum since the last computed step, and the change that each step is taken to add when reading late.
+
+    `extra_states` are those of the CacheContext of the last forward, if an extractor gives any.
+    """
 
     accumulated_rel_l1_distance: float = 0.0
     assumed: float | None = None
+    extra_states: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class TeaCachePolicy:
     """Hold while the accumulated, rescaled change of the signal is below `threshold`.
 
-    `late`: a change comes only after a computed step, and counts for the held steps that follow too.
+    `compute_last`: the last step is always computed, as in the published code. `late`: a change comes only after a
+    computed step, and counts for the held steps that follow too.
     """
 
     needs_signal: ClassVar[bool] = True
     threshold: float
-    rescale: Polynomial
+    rescale: Callable[[float], float]
     grid: Grid
     retained: int = 1
     late: bool = False
+    compute_last: bool = True
 
     def start(self) -> TeaCacheState:
         return TeaCacheState()
@@ -102,7 +108,7 @@ class TeaCachePolicy:
     def _decision(self, step: int, signal: float | None, state: TeaCacheState) -> Decision:
         if step == self.grid.first:
             return FIRST
-        if step == self.grid.last:
+        if step == self.grid.last and self.compute_last:
             return LAST
         if step < self.grid.first + self.retained:
             return RETAINED
@@ -115,5 +121,5 @@ class TeaCachePolicy:
             state.assumed = signal = state.assumed if signal is None else signal
         if signal is None:
             return UNKNOWN
-        state.accumulated_rel_l1_distance += self.rescale(signal)
+        state.accumulated_rel_l1_distance += abs(self.rescale(signal))
         return HELD if state.accumulated_rel_l1_distance < self.threshold else CHANGED

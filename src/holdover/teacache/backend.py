@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import nn
 
+from ..base import DiffusionCacheConfig
 from ..engine.backend import EngineBackend, find_transformers
 from ..engine.install import CachedTransformer
 from ..engine.method import Method
@@ -15,7 +17,7 @@ from ..engine.storage import STORAGES
 from ..errors import ConfigError, HoldoverWarning, did_you_mean
 from ..grid import Grid
 from ..models.inputs import get_module_class, unwrap_module
-from ..models.registry import INPUT_SIGNAL, Signal
+from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import UNNAMED, TeaCacheConfig
@@ -27,6 +29,19 @@ def polynomial_of(fit: TeaCacheFit) -> Polynomial:
     if fit.low is not None and fit.high is not None:
         return Polynomial(fit.coefficients, fit.low, fit.high)
     return Polynomial.trusted(fit.coefficients)
+
+
+def name_transformer(config: TeaCacheConfig, transformer: nn.Module) -> TeaCacheConfig:
+    """The config with the transformer's own class filled in where none was named."""
+    if config.transformer_type != UNNAMED:
+        return config
+    return config.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
+
+
+def find_named_extractor(config: TeaCacheConfig, transformer: nn.Module) -> Extractor | None:
+    """The extractor registered for the class that the config names, else for the transformer's own."""
+    named = None if config.transformer_type == UNNAMED else EXTRACTOR_REGISTRY.get(config.transformer_type)
+    return named or find_extractor(transformer)
 
 
 def resolve_signal(transformer: CachedTransformer, name: str | None) -> Signal:
@@ -53,9 +68,10 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         self.reads_late = config.read == "late"
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
+        transformer.extractor = find_named_extractor(self.config, transformer.core)
         signal, profile = self._constants[transformer] = self._resolve(transformer, pipeline)
         least = max(polynomial_of(fit).minimum() for _, fit in profile.fits)
-        if 0 < self.config.rel_l1_thresh <= least:
+        if self.config.clamp and 0 < self.config.rel_l1_thresh <= least:
             warnings.warn(
                 f"TeaCache can never hold a step of {transformer.class_name} at "
                 f"rel_l1_thresh={self.config.rel_l1_thresh:g}: its polynomial adds at least {least:.3g} at every "
@@ -107,12 +123,19 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         return self.config.transformer_type not in (UNNAMED, *own)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
-        _, profile = self._constants[transformer]
-        rescale, threshold = polynomial_of(profile.fit(branch)), self.config.rel_l1_thresh
-        return TeaCachePolicy(threshold, rescale, grid, retained=profile.retained, late=self.reads_late)
+        settings, profile = self.config, self.profile(transformer)
+        polynomial = polynomial_of(profile.fit(branch))
+        rescale: Callable[[float], float] = polynomial if settings.clamp else polynomial.raw
+        return TeaCachePolicy(
+            settings.rel_l1_thresh, rescale, grid, profile.retained, self.reads_late, settings.compute_last
+        )
+
+    def profile(self, transformer: CachedTransformer) -> TeaCacheProfile:
+        """The constants in use on a transformer."""
+        return self._constants[transformer][1]
 
     def signal(self, transformer: CachedTransformer) -> Signal:
-        return self._constants[transformer][0]
+        return INPUT_SIGNAL if transformer.extractor is not None else self._constants[transformer][0]
 
 
 class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
@@ -120,16 +143,16 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
 
     config_class = TeaCacheConfig
 
+    @classmethod
+    def _own_config(cls, config: Any) -> TeaCacheConfig:
+        """The settings of a DiffusionCacheConfig mean what they do in vLLM-Omni, whose polynomial is not clamped."""
+        own = super()._own_config(config)
+        return own.replaced(clamp=False, compute_last=False) if isinstance(config, DiffusionCacheConfig) else own
+
     def enable(self, pipeline: Any) -> None:
         transformer = next(iter(find_transformers(pipeline).values()))
-        self.settings = self.settings_for(transformer)
+        self.settings = name_transformer(self.settings, transformer)
         super().enable(pipeline)
-
-    def settings_for(self, transformer: nn.Module) -> TeaCacheConfig:
-        """The settings with the transformer's own class filled in where none was named."""
-        if self.settings.transformer_type != UNNAMED:
-            return self.settings
-        return self.settings.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
 
     def make_method(self, settings: TeaCacheConfig) -> TeaCacheMethod:
         return TeaCacheMethod(settings)

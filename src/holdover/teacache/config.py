@@ -19,8 +19,9 @@ class TeaCacheConfig(TeaCacheSettings):
     `coefficients` are the rescaling polynomial, highest power first. By default they come from `profile`: a Profile
     object, a file, or the name of a shipped profile; else from the shipped profile that matches the model. `signal`
     selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used,
-    by default the transformer's own. `read="late"` reads the change of the signal at computed steps only and uses it
-    for the held steps that follow.
+    by default the transformer's own; an extractor registered for it is used. `read="late"` reads the change of the
+    signal at computed steps only and uses it for the held steps that follow. `clamp=False` and `compute_last=False` are
+    vLLM-Omni's rule: the polynomial as it is, and a last step that may be held.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -34,4 +35,6 @@ class TeaCacheConfig(TeaCacheSettings):
     )
     signal: str | None = setting(None, doc="name of the model's signal to compare")
     read: str = setting("now", choices=("now", "late"), doc="read the change at every step, or only at computed steps")
+    clamp: bool = setting(True, doc="use the polynomial only on the range where it can be trusted")
+    compute_last: bool = setting(True, doc="always compute the last step")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of held residuals")
