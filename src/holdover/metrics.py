@@ -23,6 +23,7 @@ __all__ = [
     "Summary",
     "as_images",
     "each",
+    "get_images",
     "latents_as_images",
     "lpips",
     "lpips_missing",

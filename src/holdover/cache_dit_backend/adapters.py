@@ -258,7 +258,8 @@ class AdaptedTransformer:
 
     @property
     def manager_class(self) -> type[StepContextManager]:
-        return step_manager_class(type(self.template))
+        cls: Any = type(self.template)  # mypy does not take a class for hashable
+        return step_manager_class(cls)
 
     def template_settings(self) -> list[dict[str, Any]]:
         """The settings of each list's context in the template."""

@@ -156,6 +156,7 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         """Call the refresh function of the enabler; a generation of that many steps starts, whatever it does."""
         self._check_target(pipeline, num_inference_steps)
         engine, self._last_num_inference_steps = self._require_engine(), None
+        engine.check_transformers()
         assert self._refresh_func is not None
         target = pipeline if pipeline is not None else engine.pipeline or engine.transformers[0].module
         self._refresh_func(target, num_inference_steps, verbose)

@@ -121,16 +121,17 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
 @functools.cache
 def step_manager_class(base: Any) -> type[StepContextManager]:
     """A StepContextManager that does everything else as `base`, the manager class of an adapter, does."""
-    if issubclass(base, StepContextManager):
-        return base
+    made: type[StepContextManager] = StepContextManager
     if not issubclass(base, CachedContextManager):
         raise UnsupportedModelError(
             f"{base.__name__} is not a CachedContextManager: of the cache-dit library's methods only DBCache is "
             "supported."
         )
-    if base is CachedContextManager:
-        return StepContextManager
-    return type(base.__name__, (StepContextManager, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    if issubclass(base, StepContextManager):
+        made = base
+    elif base is not CachedContextManager:
+        made = type(base.__name__, (StepContextManager, base), {"__module__": base.__module__})
+    return made
 
 
 def _decision(context: CachedContext, held: bool) -> Decision:

@@ -27,7 +27,7 @@ from ..errors import ConfigError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
 from .adapters import AdaptedTransformer, TransformerAdapter
 from .config import CacheDiTConfig, steps_mask
-from .contexts import BranchContexts, CacheDiTPolicy, StepContextManager
+from .contexts import CacheDiTPolicy, StepContextManager
 
 # The settings that a refresh function takes from its own config.
 _REFRESHED = ("scm_steps_mask_policy", "scm_steps_policy", "force_refresh_step_hint", "force_refresh_step_policy")
@@ -156,8 +156,8 @@ class CacheDiTRunner:
         """
         self._compare_with_plain(call, output)
         if (filled := self._fill_zeros(call)) is not None:
-            contexts = BranchContexts(call.state.policy).at(call.step)  # of their own: nothing of this may be kept
-            self._compare_with_plain(filled, self._forward(_copied(filled), contexts))
+            contexts: Any = call.state.policy.start()  # of their own: nothing of this may be kept
+            self._compare_with_plain(filled, self._forward(_copied(filled), contexts.at(call.step)))
         with manager.replay():
             report = self._compare(output, self._forward(_copied(call), manager))
         if not report.ok:

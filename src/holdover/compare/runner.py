@@ -355,8 +355,8 @@ def _generate_batch(
 ) -> torch.Tensor:
     arguments = more | dict(spec.arguments) | ({} if spec.guidance is None else {"guidance_scale": spec.guidance})
     known, takes_others = keywords_of(pipe)
-    if takes_others or "output_type" in known:
-        arguments["output_type"] = spec.output
+    optional = {"output_type": spec.output, "return_dict": False}
+    arguments |= {name: value for name, value in optional.items() if takes_others or name in known}
     output = get_images(
         pipe(
             prompt=[prompt for prompt, _ in images],

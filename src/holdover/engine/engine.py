@@ -73,7 +73,7 @@ class Engine:
 
     def refresh(self, num_inference_steps: int | None) -> None:
         """The next forward starts a generation of that many steps, unless a scheduler says otherwise."""
-        self._check_transformers()
+        self.check_transformers()
         self._declared_steps = num_inference_steps
         self._interrupt()
 
@@ -234,10 +234,10 @@ class Engine:
 
     def _start_scheduled(self) -> None:
         """The scheduler starts a generation."""
-        self._check_transformers()
+        self.check_transformers()
         self._start()
 
-    def _check_transformers(self) -> None:
+    def check_transformers(self) -> None:
         """Raise if the pipeline has got another transformer since: it would run without the cache."""
         for transformer in self.transformers:
             current = getattr(self.pipeline, transformer.name, None)
