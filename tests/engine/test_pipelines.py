@@ -60,7 +60,7 @@ class UnregisteredPipeline(FluxPipeline):
 
 def unregistered(pipe: FluxPipeline) -> UnregisteredPipeline:
     made = UnregisteredPipeline(**pipe.components)
-    with pytest.raises(ValueError, match="watermark"):
+    with pytest.raises(ValueError, match="incorrectly initialized"):
         _ = made.components
     return made
 
