@@ -78,9 +78,9 @@ class StepAdapter(CachedAdapter):  # type: ignore[misc]
         cache_config = context_kwargs.setdefault("cache_config", cache_dit.DBCacheConfig())
         calibrator_config = context_kwargs.setdefault("calibrator_config", None)
         settings = CacheDiTConfig.from_library(cache_config, calibrator_config)
-        CacheDiTBackend(settings, adapter, cls, context_kwargs).enable_directly(
-            pipe_or_adapter if adapter is None else adapted_pipeline(adapter)
-        )
+        backend = CacheDiTBackend(settings, adapter, cls, context_kwargs)
+        backend.enable_directly(pipe_or_adapter if adapter is None else adapted_pipeline(adapter))
+        backend.expose_contexts()
         return pipe_or_adapter
 
     @classmethod

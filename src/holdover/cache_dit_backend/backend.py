@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -117,6 +118,7 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
                 found.disable()
             state.restore()
             raise
+        self.expose_contexts()
         if callable(refresh):
             self._refresh_func = refresh
 
@@ -144,13 +146,16 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
                 module = self._get_transformer(pipeline)
                 transformers = {_path_of(module, find_transformers(pipeline)): module}
         self._enable_on(pipeline, transformers or find_transformers(pipeline))
-        for module, adapted in self._adapter.adapted.items():  # where `cache_dit.refresh_context` looks for contexts
-            self._marks.set(module, "_context_manager", adapted.template)
-            self._marks.set(module, "_context_names", list(adapted.names))
         self._refresh_func = build_cache_context_refresh(
             self.settings, self._get_transformer or default_get_pipeline_transformer
         )
         logger.info("cache-dit is enabled on %s: %s", type(pipeline).__name__, "; ".join(self._require_engine().notes))
+
+    def expose_contexts(self) -> None:
+        """Put the contexts where `cache_dit.refresh_context` looks for them, until the cache is disabled."""
+        for module, adapted in self._adapter.adapted.items():
+            self._marks.set(module, "_context_manager", adapted.template)
+            self._marks.set(module, "_context_names", list(adapted.names))
 
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
         """Call the refresh function of the enabler; a generation of that many steps starts, whatever it does."""
@@ -177,7 +182,9 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         if pipeline is not None:
             self._check_target(pipeline)
         super().disable()
-        self._marks.restore()
+        with contextlib.suppress(EnableError):  # `cache_dit.disable_cache` may have removed some of them
+            self._marks.restore()
+        self._marks = Overrides()
 
     def make_method(self, settings: CacheDiTConfig) -> CacheDiTMethod:
         return CacheDiTMethod(settings, self.settings, self._adapter, self._residual_diffs)
