@@ -50,6 +50,10 @@ class PropertyPipeline:
 class UnregisteredPipeline(FluxPipeline):
     """`components` raises: diffusers wants every argument of `__init__` registered."""
 
+    _execution_device = torch.device("cpu")  # which diffusers would look for in the components
+
+    def maybe_free_model_hooks(self) -> None: ...
+
     def __init__(self, watermark: str = "", **parts: Any) -> None:
         super().__init__(**parts)
         self.watermark = watermark
