@@ -150,3 +150,46 @@ def test_importing_everything_costs_little_and_changes_nothing() -> None:
         if shares[-1] <= 0.2:
             break
     assert min(shares) <= 0.2
+
+
+WITHOUT_CACHE_DIT = """
+import sys
+sys.modules["cache_dit"] = None  # as if it were not installed
+import holdover, torch
+from holdover import *
+from holdover.selector import methods
+from tiny.pipelines import PIPELINES, run
+tiny = PIPELINES["FluxPipeline"]
+pipe = tiny.build()
+settings = {
+    "tea_cache": {"coefficients": [1.0, 0.0], "rel_l1_thresh": 10.0},
+    "mag_cache": {"mag_ratios": [1.0] * 6},
+    "plan": {"schedule": [0, 3, 5], "predictor": "hold", "guard": False},
+}
+for method, values in settings.items():
+    with holdover.enable(pipe, method, **values) as cache:
+        run(pipe, **tiny.call(steps=6))
+        print(method, cache.stats().held > 0)
+print("cache_dit" in methods())
+for ask in (lambda: holdover.enable(pipe, "cache_dit"), lambda: holdover.CacheDiTConfig):
+    try:
+        ask()
+    except (holdover.ConfigError, ModuleNotFoundError) as error:
+        print(error)
+"""
+
+
+def test_without_the_cache_dit_library_everything_else_runs() -> None:
+    root = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CACHE_DIT], capture_output=True, text=True, cwd=root, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "tea_cache True",
+        "mag_cache True",
+        "plan True",
+        "False",
+        "The method 'cache_dit' needs cache_dit: pip install 'holdover[cache-dit]'.",
+        "holdover.cache_dit_backend needs the cache-dit library: pip install 'holdover[cache-dit]'.",
+    ]

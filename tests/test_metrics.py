@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,6 +23,7 @@ from holdover.metrics import (
     Summary,
     as_images,
     each,
+    get_images,
     latents_as_images,
     lpips,
     lpips_missing,
@@ -237,3 +240,12 @@ class TestLpips:
         with pytest.raises(HoldoverError, match="LPIPS is not available"):
             lpips(torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 64, 64))
         assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("name", ["images", "frames"])
+def test_images_of_an_output_of_any_class(name: str) -> None:
+    images = torch.rand(2, 3, 8, 8)
+    assert get_images(SimpleNamespace(**{name: images})) is images
+    assert get_images((images, None)) is images
+    assert get_images(Transformer2DModelOutput(sample=images)) is images
+    assert get_images(images) is images

@@ -11,6 +11,7 @@ cache.disable()
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ _PUBLIC = {
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+# `from holdover import *` gives what can be imported: cache_dit_backend needs the extra `cache-dit`.
+_MISSING = () if importlib.util.find_spec("cache_dit") else ("cache_dit_backend",)
+
+__all__ = ["__version__", *sorted(name for name, module in _MODULE_OF.items() if module not in _MISSING)]
 
 
 def __getattr__(name: str) -> Any:

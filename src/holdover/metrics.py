@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ __all__ = [
     "Summary",
     "as_images",
     "each",
+    "get_images",
     "latents_as_images",
     "lpips",
     "lpips_missing",
@@ -138,6 +139,16 @@ def _blur(images: torch.Tensor) -> torch.Tensor:
 
 
 # Images from what a pipeline returns.
+
+
+def get_images(output: Any) -> Any:
+    """The images, videos or latents in what a pipeline returns: its `images` or `frames`, or the first of a tuple."""
+    for name in ("images", "frames"):
+        if hasattr(output, name):
+            return getattr(output, name)
+    if isinstance(output, Mapping):  # another output of diffusers; its fields are in order
+        return next(iter(output.values()), output)
+    return output[0] if isinstance(output, tuple) and output else output
 
 
 def as_images(output: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,13 @@ BACKENDS = {
     "none": ("holdover.engine.backend", "NoneBackend"),
 }
 
+# Methods that need a library which only an extra of holdover installs: the module and the extra.
+EXTRAS = {"cache_dit": ("cache_dit", "cache-dit")}
+
 
 def methods() -> tuple[str, ...]:
-    """The names of all methods."""
-    return tuple(BACKENDS)
+    """The names of all methods that can be used here: those that need an extra only where it is installed."""
+    return tuple(name for name in BACKENDS if name not in EXTRAS or importlib.util.find_spec(EXTRAS[name][0]))
 
 
 def backend_class(name: str) -> type[CacheBackend]:
@@ -31,6 +35,9 @@ def backend_class(name: str) -> type[CacheBackend]:
         raise ConfigError(
             f"There is no caching method {name!r}.{did_you_mean(name, methods())} Methods: {', '.join(methods())}."
         )
+    if name in EXTRAS and name not in methods():
+        library, extra = EXTRAS[name]
+        raise ConfigError(f"The method {name!r} needs {library}: pip install 'holdover[{extra}]'.")
     module, attribute = BACKENDS[name]
     found: type[CacheBackend] = getattr(importlib.import_module(module), attribute)
     return found
@@ -55,7 +62,7 @@ def config_class(name: str) -> type[Config]:
 def own_config(name: str, settings: Mapping[str, Any]) -> Config:
     """Build a method's config from settings; the error for a key of another method names that method."""
     own = config_class(name)
-    own.check_keys(settings, others=map(config_class, BACKENDS))
+    own.check_keys(settings, others=map(config_class, methods()))
     return own(**settings)
 
 

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import cache_dit
-from cache_dit import DBCacheConfig, TaylorSeerCalibratorConfig
+from cache_dit import CalibratorConfig, DBCacheConfig, TaylorSeerCalibratorConfig
 
 from holdover.cache_dit_backend.config import quiet_library
 
 
 @contextmanager
-def library(pipe: Any, taylorseer: int = 0, **settings: Any) -> Iterator[None]:
+def library(
+    pipe: Any, taylorseer: int = 0, calibrator: CalibratorConfig | None = None, **settings: Any
+) -> Iterator[None]:
     """Plain cache-dit on this pipeline while inside."""
     own = type(pipe)
     pipe.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
-    calibrator = TaylorSeerCalibratorConfig(taylorseer_order=taylorseer) if taylorseer else None
+    if taylorseer:
+        calibrator = TaylorSeerCalibratorConfig(taylorseer_order=taylorseer)
     with quiet_library():
         cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(**settings), calibrator_config=calibrator)
     try:

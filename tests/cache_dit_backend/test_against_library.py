@@ -5,6 +5,7 @@ from __future__ import annotations
 import cache_dit
 import pytest
 import torch
+from cache_dit import DMDCalibratorConfig, FoCaCalibratorConfig
 
 import holdover
 from cache_dit_backend.against_library import library, trace
@@ -29,6 +30,27 @@ CASES = {
     "no limit in a row": ({"max_continuous_cached_steps": -1}, {"max_continuous_cached_steps": -1}),
     "taylorseer": ({"enable_taylorseer": True}, {"taylorseer": 1}),
     "taylorseer 2": ({"enable_taylorseer": True, "taylorseer_order": 2}, {"taylorseer": 2}),
+    "taylorseer by its other name": ({"calibrator": "taylorseer", "taylorseer_order": 2}, {"taylorseer": 2}),
+    "foca": ({"calibrator": "foca"}, {"calibrator": FoCaCalibratorConfig()}),
+    "dmd": (
+        {"calibrator": "dmd", "max_warmup_steps": 5},
+        {"calibrator": DMDCalibratorConfig(), "max_warmup_steps": 5},
+    ),
+    "dmd with settings": (
+        {"calibrator": "dmd", "max_warmup_steps": 6, "dmd_history": 5, "dmd_rank": 2, "dmd_ridge": 1e-4},
+        {
+            "calibrator": DMDCalibratorConfig(dmd_history=5, dmd_rank=2, dmd_ridge=1e-4),
+            "max_warmup_steps": 6,
+        },
+    ),
+    "warm-up in intervals": (
+        {"max_warmup_steps": 6, "warmup_interval": 3},
+        {"max_warmup_steps": 6, "warmup_interval": 3},
+    ),
+    "differences in all": (
+        {"max_accumulated_residual_diff_threshold": 0.3},
+        {"max_accumulated_residual_diff_threshold": 0.3},
+    ),
     "scm static": ({"scm_steps_mask_policy": "fast", "scm_steps_policy": "static"}, mask("fast", "static")),
     "scm dynamic": ({"scm_steps_mask_policy": "ultra"}, mask("ultra", "dynamic")),
     "all of it": (

@@ -16,7 +16,7 @@ from cache_dit.caching import BlockAdapterRegister
 
 import holdover
 from holdover.base import DiffusionCacheConfig
-from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig, cache_summary
+from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig
 from holdover.cache_dit_backend.config import quiet_library, steps_mask
 from holdover.cache_dit_backend.contexts import BranchContexts, StepContextManager, last_refresh
 from holdover.models.inputs import iter_tensors
@@ -104,19 +104,16 @@ def test_a_mask_needs_a_number_of_steps() -> None:
         assert cache.stats().last.trace("1") == masked(8)
 
 
-def test_step_counts_without_a_mask_are_refused_before_anything_is_done() -> None:
-    model = MODELS[FLUX].build()
-    before = snapshot(model)
-    with pytest.raises(holdover.ConfigError, match="no mask for the 7 steps"):
-        holdover.enable(model, "cache_dit", **STATIC, num_inference_steps=7)
-    assert differences(before, snapshot(model)) == []
-    with holdover.enable(model, "cache_dit", **STATIC) as cache:
-        with pytest.raises(holdover.ConfigError, match="4, 6, and 8 or more steps"):
-            cache.refresh(model, 5)
-    pipe = PIPELINES["FluxPipeline"].build()
-    with holdover.enable(pipe, "cache_dit", **STATIC):
-        with pytest.raises(holdover.ConfigError, match="no mask for the 3 steps"):
-            run(pipe, **PIPELINES["FluxPipeline"].call(steps=3))
+def test_without_a_mask_for_the_steps_the_threshold_decides_alone() -> None:
+    """Of a pipeline, and of an expert that runs only some of the steps."""
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "cache_dit", **STATIC, **MUCH) as cache:
+        with pytest.warns(holdover.HoldoverWarning, match="no mask for the 7 steps, only for 4, 6, and 8 or more"):
+            run(pipe, **tiny.call(steps=7))
+        run(pipe, **tiny.call(steps=7))  # said once
+        assert [g.trace("cond") for g in cache.stats().generations] == ["ChhChhC"] * 2
+    assert steps_mask("fast", 7) is None
 
 
 @pytest.mark.parametrize("policy", ["slow", "medium", "fast", "ultra"])
@@ -189,6 +186,58 @@ def test_taylorseer_extrapolates_over_steps_a_branch_was_not_run_at() -> None:
 
     whole, interrupted = outputs(range(7)), outputs([0, 1, 2, 6])
     assert torch.equal(whole[6], interrupted[6])
+
+
+# Settings of cache-dit 1.5 beyond the documented ones
+
+
+def test_secondary_settings_are_those_of_the_second_expert() -> None:
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    pipe = tiny.build()
+    pipe.register_to_config(boundary_ratio=0.5)
+    second = {"max_warmup_steps": 3, "max_cached_steps": 1, "calibrator": "foca"}
+    with holdover.enable(pipe, "cache_dit", **MUCH, secondary=second) as cache:
+        run(pipe, **tiny.call(steps=12))
+        generation = cache.stats().last
+        low = 12 - sum(t >= 500 for t in pipe.scheduler.timesteps.tolist())
+        assert generation.trace("transformer/cond") == ("Chh" * 4)[: 12 - low]
+        assert generation.trace("transformer_2/cond") == ("CCCh" + "C" * 12)[:low]
+        assert cache.stats().last.settings["secondary"] == second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"secondary": {"max_warmup": 2}}, "no setting 'max_warmup'. Did you mean 'max_warmup_steps'"),
+        ({"secondary": {"max_warmup_steps": -1}}, "max_warmup_steps must be at least 0"),
+        ({"secondary": {"num_inference_steps": 4}}, "cannot be in `secondary`"),
+        ({"enable_taylorseer": True, "calibrator": "dmd"}, "set only one"),
+        ({"calibrator": "taylor"}, "must be one of None, 'taylorseer', 'dmd', 'foca'"),
+        ({"warmup_interval": 0}, "must be at least 1"),
+        ({"dmd_history": 3}, "must be at least 4"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict, message: str) -> None:
+    with pytest.raises(holdover.ConfigError, match=message):
+        CacheDiTConfig(**settings)
+
+
+@pytest.mark.parametrize("calibrator", ["taylorseer", "dmd", "foca"])
+def test_calibrators_leave_nothing_of_the_replay_check(calibrator: str) -> None:
+    """The check extrapolates at a computed step; what follows must be as if it had not."""
+    settings = {**MUCH, "max_warmup_steps": 5, "calibrator": calibrator}
+    model = MODELS[FLUX].build()
+    with holdover.enable(model, "cache_dit", **settings):
+        checked, unchecked = loop(model, 10), loop(model, 10)
+    assert all(torch.equal(a, b) for a, b in zip(checked, unchecked, strict=True))
+
+
+def test_a_config_of_the_librarys_becomes_settings() -> None:
+    settings = CacheDiTConfig(
+        Fn_compute_blocks=2, residual_diff_threshold=0.1, scm_steps_policy="static", calibrator="dmd", dmd_rank=3
+    )
+    there = CacheDiTConfig.from_library(settings.to_db_cache_config(), settings.to_calibrator_config())
+    assert there == settings
 
 
 # Branches
@@ -480,22 +529,6 @@ def test_stats_have_the_shape_of_the_other_methods() -> None:
     assert ours.notes == ("transformer: cache-dit: transformer_blocks (5 blocks, Pattern_1)",)
 
 
-def test_summary_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = PIPELINES["WanPipeline[2.2]"]
-    pipe = tiny.build()
-    with holdover.enable(pipe, "cache_dit", **MUCH):
-        run(pipe, **tiny.call(steps=6))
-        cache_summary(pipe)
-        detailed = capsys.readouterr().out
-        cache_summary(pipe, details=False)
-        short = capsys.readouterr().out
-    assert "transformer_2/uncond" in short
-    assert "warm-up" in detailed
-    assert len(short) < len(detailed)
-    with pytest.raises(holdover.NotEnabledError, match="no holdover cache"):
-        cache_summary(pipe)
-
-
 def test_the_library_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "import torch, holdover\n"
@@ -543,6 +576,78 @@ def test_controlnet_is_refused_by_name_with_what_to_do(name: str) -> None:
     with torch.no_grad(), holdover.enable(model, "cache_dit"):
         with pytest.raises(holdover.UnsupportedModelError, match=r"(?s)cannot cache \w+ with .*control.*Use tea_cache"):
             model(**tiny.inputs())
+
+
+@pytest.mark.parametrize("name", CONTROLNET)
+def test_controlnet_that_begins_late_is_refused_at_the_first_forward(name: str) -> None:
+    """Its residuals are zeros at first, which hides what the model does with them."""
+    tiny = MODELS[name]
+    inputs = tiny.inputs()
+    control = {key: zeros(value) for key, value in inputs.items() if "control" in key}
+    model = tiny.build()
+    with torch.no_grad(), holdover.enable(model, "cache_dit", residual_diff_threshold=0.0):
+        with pytest.raises(holdover.UnsupportedModelError, match=r"(?s)cannot cache \w+ with .*control.*Use tea_cache"):
+            model(**inputs | control)
+
+
+def zeros(value):
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: zeros(item) for key, item in value.items()}
+    return [zeros(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_a_pipeline_whose_controlnet_begins_late_is_refused() -> None:
+    tiny = PIPELINES["FluxControlNetPipeline"]
+    pipe = tiny.build()
+    late = {"control_guidance_start": 0.4}
+    plain = run(pipe, **tiny.call(steps=6), **late)
+    with holdover.enable(pipe, "cache_dit", residual_diff_threshold=0.0):
+        with pytest.raises(holdover.UnsupportedModelError, match="with controlnet_block_samples"):
+            run(pipe, **tiny.call(steps=6), **late)
+    assert torch.equal(run(pipe, **tiny.call(steps=6), **late), plain)
+
+
+def test_all_zero_inputs_that_do_no_harm_are_accepted() -> None:
+    """A negative prompt of zeros, for example; the probe leaves nothing behind."""
+    tiny = MODELS["QwenImageTransformer2DModel"]
+    model, inputs = tiny.build(), tiny.inputs()
+    inputs["encoder_hidden_states"] = torch.zeros_like(inputs["encoder_hidden_states"])
+    with torch.no_grad():
+        plain = first(model(**inputs))
+        with holdover.enable(model, "cache_dit", **MUCH) as cache:
+            for step in range(3):
+                with model.cache_context("uncond", step_index=step):
+                    output = first(model(**inputs))
+            assert torch.allclose(output, plain, atol=1e-5)
+            assert cache.stats().last.trace("uncond") == "Chh"
+
+
+def test_a_model_that_takes_apart_the_lists_it_is_given() -> None:
+    """The forwards that are made for the check get lists of their own."""
+    from cache_dit import ForwardPattern
+
+    from holdover.cache_dit_backend import CacheDiTAdapterConfig
+
+    class Pops(torch.nn.Module):
+        _cache_dit_adapter_config = CacheDiTAdapterConfig({"blocks": ForwardPattern.Pattern_3}, None, False)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, hidden_states, extra):
+            hidden_states = hidden_states + extra.pop() + extra.pop()
+            for block in self.blocks:
+                hidden_states = block(hidden_states)
+            return hidden_states
+
+    model = Pops().eval()
+    with torch.no_grad():
+        plain = model(torch.ones(1, 4), [torch.ones(4), torch.zeros(4)])
+        with holdover.enable(model, "cache_dit"):
+            assert torch.equal(model(torch.ones(1, 4), [torch.ones(4), torch.zeros(4)]), plain)
 
 
 def test_a_transformer_that_does_not_iterate_over_its_list_is_refused() -> None:

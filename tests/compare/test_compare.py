@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,3 +366,29 @@ class TestOtherOutputs:
         row = results.row("4 steps")
         assert 0 < row.summary("psnr").worst < 100
         assert row.images == ()
+
+
+# Pipelines that are not diffusers pipelines
+
+
+class PlainPipeline:
+    """A plain object with a transformer; returns an object of its own that has `images`, as PIL images."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.transformer, self.scheduler, self._pipe = pipe.transformer, pipe.scheduler, pipe
+
+    def __call__(self, prompt: Any, generator: Any, num_inference_steps: int) -> Any:
+        return SimpleNamespace(
+            images=self._pipe(prompt, generator=generator, num_inference_steps=num_inference_steps).images
+        )
+
+
+def test_a_pipeline_that_is_a_plain_object(pipe: Any) -> None:
+    pipe.set_progress_bar_config(disable=True)
+    found = compare(PlainPipeline(pipe), spec(HOLDS, NONE, seeds=(3,), batch_size=2, baselines=False))
+    assert [row.error for row in found.rows] == [None, None]
+    holds, none = found.rows
+    assert holds.computed_steps < 8
+    assert none.values["psnr"] == (math.inf, math.inf)
+    assert found.environment["transformer"] == "FluxTransformer2DModel"
+    assert found.environment["device"]

@@ -6,27 +6,36 @@ runner lets the transformer's loop see it while a forward runs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import copy
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import cache_dit
-from cache_dit.caching import BlockAdapter, BlockAdapterRegister, CachedAdapter, FakeDiffusionPipeline, ForwardPattern
+from cache_dit.caching import (
+    BlockAdapter,
+    BlockAdapterRegister,
+    CachedAdapter,
+    CachedContextManager,
+    FakeDiffusionPipeline,
+    ForwardPattern,
+)
 from cache_dit.caching.cache_blocks import UnifiedBlocks
 from torch import nn
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..models.inputs import get_module_class, unwrap_module
 from ..models.trace import find_block_lists
-from .config import CacheDiTConfig, context_settings, quiet_library
-from .contexts import StepContextManager
+from .config import CacheDiTConfig, quiet_library
+from .contexts import StepContextManager, step_manager_class
+from .patches import Change, ModuleState, Patches
 
 # The library registers adapters by a prefix of the pipeline's name; these transformers are named differently.
 _REGISTERED_AS = {"SD3Transformer2DModel": "StableDiffusion3", "UVit2DModel": "Amused", "PriorTransformer": "ShapE"}
 # Patches that are only needed when a list is replaced by a list of one element, which never happens here.
 _UNNEEDED_PATCHES = ("FluxPatchFunctor", "DiTPatchFunctor", "ErnieImagePatchFunctor")
-_HOOKED_FORWARD = "_old_forward"  # where accelerate keeps the forward that its hooks wrap
 
 
 @dataclass
@@ -46,61 +55,6 @@ class CacheDiTAdapterConfig:
 Adapter: TypeAlias = BlockAdapter | CacheDiTAdapterConfig
 
 
-class Patches:
-    """Values that attributes of some modules have only while a forward runs."""
-
-    def __init__(self) -> None:
-        self._values: dict[nn.Module, dict[str, Any]] = {}
-
-    def add(self, module: nn.Module, name: str, value: Any) -> None:
-        """Patch one attribute; a forward wrapped by an accelerate hook is patched inside the hook."""
-        if name == "forward" and "forward" in vars(module):
-            if _HOOKED_FORWARD not in vars(module):
-                raise UnsupportedModelError(
-                    f"cache-dit replaces the forward of {type(module).__name__}, but another hook has already replaced "
-                    "it: remove the hook, or use tea_cache or mag_cache."
-                )
-            name = _HOOKED_FORWARD
-        self._values.setdefault(module, {})[name] = value
-
-    @contextlib.contextmanager
-    def apply(self) -> Iterator[None]:
-        """Put the values in place; on exit every module has exactly the attributes it had before."""
-        before = {module: dict(vars(module)) for module in self._values}
-        for module, values in self._values.items():
-            vars(module).update(values)
-        try:
-            yield
-        finally:
-            for module, values in self._values.items():
-                _restore(vars(module), before[module], values)
-
-    @classmethod
-    def record(cls, patch: Callable[[], object], transformer: nn.Module) -> Patches:
-        """The changes that `patch()` makes to the transformer's modules; they are undone at once."""
-        before = {module: (dict(vars(module)), dict(module._modules)) for module in transformer.modules()}
-        changes: list[tuple[nn.Module, str, Any]] = []
-        try:
-            patch()
-            for module, (attributes, children) in before.items():
-                for now, then in ((vars(module), attributes), (module._modules, children)):
-                    changes += [(module, n, v) for n, v in now.items() if n not in then or then[n] is not v]
-        finally:
-            for module, (attributes, children) in before.items():
-                _restore(vars(module), attributes, attributes)
-                _restore(module._modules, children, children)
-        patches = cls()
-        for change in changes:
-            patches.add(*change)
-        return patches
-
-
-def _restore(now: dict[str, Any], then: dict[str, Any], names: Iterable[str]) -> None:
-    for name in now.keys() - then.keys():
-        del now[name]
-    now.update({name: then[name] for name in names if name in then})
-
-
 class StepAdapter(CachedAdapter):  # type: ignore[misc]
     """Creates contexts and unified blocks without patching the pipeline's class or the transformer."""
 
@@ -108,10 +62,39 @@ class StepAdapter(CachedAdapter):  # type: ignore[misc]
     blocks_class: Any = UnifiedBlocks  # the library's own, chosen by the pattern of the blocks
 
     @classmethod
+    def apply(cls, pipe_or_adapter: Any, **context_kwargs: Any) -> Any:
+        """Cache a pipeline, a transformer or what a block adapter describes, with the library's own configs.
+
+        Takes and returns what the library's `CachedAdapter.apply` does. `holdover.disable` takes the cache off again.
+        """
+        from .backend import CacheDiTBackend  # which imports this module
+
+        adapter = pipe_or_adapter if isinstance(pipe_or_adapter, BlockAdapter) else None
+        if adapter is not None and adapter.auto:
+            adapter = BlockAdapter.auto_block_adapter(adapter)
+        modifiers = context_kwargs.pop("params_modifiers", None)
+        if adapter is not None and modifiers is not None and adapter.params_modifiers is None:
+            adapter.params_modifiers = modifiers
+        cache_config = context_kwargs.setdefault("cache_config", cache_dit.DBCacheConfig())
+        calibrator_config = context_kwargs.setdefault("calibrator_config", None)
+        settings = CacheDiTConfig.from_library(cache_config, calibrator_config)
+        backend = CacheDiTBackend(settings, adapter, cls, context_kwargs)
+        backend.enable_directly(pipe_or_adapter if adapter is None else adapted_pipeline(adapter))
+        backend.expose_contexts()
+        return pipe_or_adapter
+
+    @classmethod
+    def cachify(cls, block_adapter: BlockAdapter, **context_kwargs: Any) -> BlockAdapter:
+        """Cache what a block adapter describes."""
+        return cls.apply(block_adapter, **context_kwargs)
+
+    @classmethod
     def create_context(cls, block_adapter: BlockAdapter, **context_kwargs: Any) -> tuple[list[str], list[Any]]:
-        """The names and settings of the contexts, one for each list."""
+        """The names and settings of the contexts, one for each list; the pipeline's manager has them."""
         names, contexts_kwargs = cls.modify_context_params(block_adapter, **context_kwargs)
-        block_adapter.pipe._context_manager = cls.manager_class()
+        block_adapter.pipe._context_manager = manager = cls.manager_class()
+        for settings in contexts_kwargs:
+            manager.new_context(**settings)
         return names, contexts_kwargs
 
     @classmethod
@@ -181,18 +164,24 @@ def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)
-    pipe = FakeDiffusionPipeline(transformer)
-    pipe.prior = transformer
-    try:
-        adapter = registered[name](pipe, skip_post_init=True)
-    except (KeyError, AssertionError, AttributeError, ImportError):
+    if name is None:
         raise UnsupportedModelError(
             f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
             "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, "
             "which trace any transformer."
-        ) from None
-    adapter.maybe_fill_attrs()
-    adapter.maybe_skip_checks()
+        )
+    pipe = FakeDiffusionPipeline(transformer)
+    pipe.prior = transformer
+    try:
+        adapter = registered[name](pipe, skip_post_init=True)
+        adapter.maybe_fill_attrs()
+        adapter.maybe_skip_checks()
+    except Exception as error:  # any error in the library's code: the user needs to see it
+        raise UnsupportedModelError(
+            f"The adapter of cache-dit {cache_dit.__version__} for {name!r} fails on {class_name}: "
+            f"{type(error).__name__}: {error}. Declare its lists as _cache_dit_adapter_config, or use tea_cache or "
+            "mag_cache, which trace any transformer."
+        ) from error
     return adapter
 
 
@@ -203,7 +192,9 @@ def adapter_for(adapter: BlockAdapter, transformer: nn.Module) -> BlockAdapter |
     if id(transformer) not in ids:
         return None
     if len(ids) == 1:
-        return adapter
+        own = copy.copy(adapter)  # what is set on it below must not be set on the caller's
+        own.unique_blocks_name = list(adapter.unique_blocks_name)
+        return own
     part = {}
     for name in ("blocks", "blocks_name", "forward_pattern", "dummy_blocks_names", "params_modifiers"):
         part[name] = getattr(adapter, name)
@@ -220,7 +211,20 @@ def adapter_for(adapter: BlockAdapter, transformer: nn.Module) -> BlockAdapter |
     )
 
 
+def adapted_pipeline(adapter: BlockAdapter) -> Any:
+    """What a cache for this block adapter is put on: its pipeline, else its transformer, or both of them."""
+    transformers = adapter.transformer if isinstance(adapter.transformer, list) else [adapter.transformer]
+    if adapter.pipe is not None and not isinstance(adapter.pipe, FakeDiffusionPipeline):
+        return adapter.pipe
+    names = ("transformer", *(f"transformer_{i}" for i in range(2, len(transformers) + 1)))
+    return transformers[0] if len(transformers) == 1 else SimpleNamespace(**dict(zip(names, transformers, strict=True)))
+
+
 # A transformer with its unified blocks
+
+
+class BlockList(list[nn.Module]):
+    """The blocks of one list as the library sees them; unlike a plain list it takes attributes."""
 
 
 @dataclass(frozen=True)
@@ -239,28 +243,46 @@ class UnifiedBlock:
 
 @dataclass(frozen=True)
 class AdaptedTransformer:
-    """What the runner needs to run one transformer through cache-dit."""
+    """What the runner needs to run one transformer through cache-dit.
+
+    `template` has a context for each list, with the settings that the adapter gave it. Each branch gets copies of them.
+    The library's own `refresh_context` changes them through the transformer's `_context_manager`.
+    """
 
     lists: tuple[UnifiedBlock, ...]
     emptied: tuple[str, ...]  # lists that the transformer must see as empty: a unified block runs their blocks
     patches: Patches
-    manager_class: type[StepContextManager]
-    adapter_cls: type[CachedAdapter]
-    block_adapter: BlockAdapter
+    template: CachedContextManager
+    names: tuple[str, ...]  # of the contexts
+    settings: CacheDiTConfig  # what the template was made from
+
+    @property
+    def manager_class(self) -> type[StepContextManager]:
+        cls: Any = type(self.template)  # mypy does not take a class for hashable
+        return step_manager_class(cls)
+
+    def template_settings(self) -> list[dict[str, Any]]:
+        """The settings of each list's context in the template."""
+        return [self.template.get_context(name)._init_kwargs for name in self.names]
 
     def contexts(self, settings: CacheDiTConfig) -> list[dict[str, Any]]:
-        """The settings of each list's context, including what the adapter changes for that list."""
-        with quiet_library():
-            _, contexts = self.adapter_cls.modify_context_params(self.block_adapter, **context_settings(settings))
-        for context, unified in zip(contexts, self.lists, strict=True):
-            config, count = context["cache_config"], len(unified.blocks())
-            config.enable_separate_cfg, config.num_inference_steps, config.force_refresh_step_hint = False, None, None
+        """The settings of each list's context: the template's, and what is different in these settings."""
+        before, now = self.settings.context_settings(), settings.context_settings()
+        old, new = before["cache_config"].as_dict(), now["cache_config"].as_dict()
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        contexts = []
+        for context, unified in zip(copy.deepcopy(self.template_settings()), self.lists, strict=True):
+            config = context["cache_config"] = dataclasses.replace(context["cache_config"], **changed)
+            if now["calibrator_config"] != before["calibrator_config"]:
+                context["calibrator_config"] = now["calibrator_config"]
+            config.enable_separate_cfg, count = False, len(unified.blocks())
             if config.Fn_compute_blocks + config.Bn_compute_blocks > count:
                 raise ConfigError(
                     f"{unified.name} has {count} blocks: Fn_compute_blocks + Bn_compute_blocks must be at most "
                     f"{count}, not {config.Fn_compute_blocks} + {config.Bn_compute_blocks}."
                 )
-        return list(contexts)
+            contexts.append(context)
+        return contexts
 
     def __str__(self) -> str:
         lists = (f"{each.name} ({len(each.blocks())} blocks, {each.pattern})" for each in self.lists)
@@ -268,47 +290,91 @@ class AdaptedTransformer:
 
 
 class TransformerAdapter:
-    """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's."""
+    """Adapts transformers: with the adapter or declaration given here, what their class declares, or the library's.
 
-    def __init__(self, given: Adapter | None, adapter_cls: type[CachedAdapter] | None) -> None:
-        self._given, self._adapter_cls = given, adapter_cls
+    `context_kwargs` are the library's own configs where the caller gave these instead of settings. `template` has
+    contexts that the library has already made, and `patches` what goes with them.
+    """
+
+    def __init__(
+        self,
+        given: Adapter | None = None,
+        adapter_cls: type[CachedAdapter] | None = None,
+        context_kwargs: dict[str, Any] | None = None,
+        template: CachedContextManager | None = None,
+        patches: Sequence[Change] = (),
+    ) -> None:
+        self._given, self._adapter_cls, self._context_kwargs = given, adapter_cls, context_kwargs
+        self._template, self._patches = template, patches
         self.adapted: dict[nn.Module, AdaptedTransformer] = {}
+        self.refreshed: CacheDiTConfig | None = None  # the config of the refresh function that was called last
 
-    def adapt(self, transformer: nn.Module, pipeline: Any = None) -> AdaptedTransformer:
-        """The adapted transformer, created at the first call."""
+    @property
+    def declared_steps(self) -> int | None:
+        """The number of steps that the library's `refresh_context` was given last."""
+        configs = (c["cache_config"] for each in self.adapted.values() for c in each.template_settings())
+        return next((config.num_inference_steps for config in configs if config.num_inference_steps), None)
+
+    def adapt(self, transformer: nn.Module, settings: CacheDiTConfig, pipeline: Any = None) -> AdaptedTransformer:
+        """The adapted transformer, created at the first call, with its settings at that time."""
         transformer = unwrap_module(transformer)
         if transformer not in self.adapted:
             with quiet_library():
-                self.adapted[transformer] = self._adapt(transformer, pipeline)
+                self.adapted[transformer] = self._adapt(transformer, settings, pipeline)
         return self.adapted[transformer]
 
-    def _adapt(self, transformer: nn.Module, pipeline: Any) -> AdaptedTransformer:
+    def _adapt(self, transformer: nn.Module, settings: CacheDiTConfig, pipeline: Any) -> AdaptedTransformer:
         declared = self._given if isinstance(self._given, CacheDiTAdapterConfig) else None
         adapter = adapter_for(self._given, transformer) if isinstance(self._given, BlockAdapter) else None
         adapter = adapter or declared_adapter(transformer, declared) or library_adapter(transformer, pipeline)
-        adapter.pipe = FakeDiffusionPipeline(transformer)
+        # The library marks the class of the pipeline as cached: this class is made for this one.
+        adapter.pipe = type("FakeDiffusionPipeline", (FakeDiffusionPipeline,), {"_is_cached": False})(transformer)
         classes = (config.cached_adapter_cls for config in (declared, declared_config(transformer)) if config)
         cls = self._adapter_cls or next(filter(None, classes), StepAdapter)
-        step_cls = cls if issubclass(cls, StepAdapter) else StepAdapter  # any other class would patch the pipeline's
-        patches, functor = step_cls.patches(transformer), adapter.patch_functor
-        if functor is not None and type(functor).__name__ not in _UNNEEDED_PATCHES:
+        patches = cls.patches(transformer) if issubclass(cls, StepAdapter) else Patches(self._patches)
+        functor = adapter.patch_functor
+        if functor is not None and type(functor).__name__ not in _UNNEEDED_PATCHES and not self._patches:
             patches = Patches.record(lambda: functor.apply(transformer), transformer)
         try:
             with patches.apply():
                 adapter = BlockAdapter.normalize(adapter)
                 sources = _find_sources(transformer, adapter)
-                adapter.blocks = [[list(blocks) for blocks in adapter.blocks[0]]]
-                _, contexts = step_cls.create_context(adapter, **context_settings(CacheDiTConfig()))
+                adapter.blocks = [[BlockList(blocks) for blocks in adapter.blocks[0]]]
+                (names,), (unique,), (patterns,) = (
+                    adapter.blocks_name,
+                    adapter.unique_blocks_name,
+                    adapter.forward_pattern,
+                )
+                template = self._template or self._create_contexts(cls, adapter, settings)
+                adapter.pipe._context_manager = template
+                contexts = [template.get_context(name)._init_kwargs for name in unique]
                 (collected,) = cls.collect_unified_blocks(adapter, contexts)
         except AssertionError as error:
             raise UnsupportedModelError(
                 f"{get_module_class(transformer).__name__} does not match its cache-dit adapter: {error}"
             ) from None
-        (names,), (unique,), (patterns,) = adapter.blocks_name, adapter.unique_blocks_name, adapter.forward_pattern
         blocks = (collected[key][0] for key in unique)
         lists = tuple(map(UnifiedBlock, names, blocks, sources, (pattern.name for pattern in patterns)))
         emptied = tuple(adapter.dummy_blocks_names[0])
-        return AdaptedTransformer(lists, emptied, patches, step_cls.manager_class, cls, adapter)
+        return AdaptedTransformer(lists, emptied, patches, template, tuple(unique), settings)
+
+    def _create_contexts(
+        self, cls: type[CachedAdapter], adapter: BlockAdapter, settings: CacheDiTConfig
+    ) -> CachedContextManager:
+        """A manager with the contexts that the adapter class creates; what it sets on the transformer is undone."""
+        kwargs = settings.context_settings() if self._context_kwargs is None else copy.deepcopy(self._context_kwargs)
+        kwargs["cache_config"].enable_separate_cfg = False
+        state = ModuleState(adapter.transformer)
+        try:
+            _, contexts = cls.create_context(adapter, **kwargs)
+        finally:
+            state.restore()
+        manager: CachedContextManager = adapter.pipe._context_manager
+        for context in contexts:  # a manager that is not persistent creates them when a pipeline is called
+            if context["name"] not in manager._cached_context_manager:
+                manager.new_context(**context)
+        manager._persistent_context = True  # so that `cache_dit.refresh_context` takes it
+        return manager
 
 
 def _find_sources(transformer: nn.Module, adapter: BlockAdapter) -> list[tuple[nn.ModuleList, ...]]:

@@ -6,14 +6,17 @@ and they are set to the step before the forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from cache_dit.caching import CachedContext, CachedContextManager
 
 from ..errors import UnsupportedModelError
+from ..models.inputs import iter_tensors
 from ..policies.base import NOTHING_HELD, OFF, Decision
 
 NEVER_HELD = Decision(True, "a pass of this kind is never held")
@@ -29,6 +32,7 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         self.replaying = False  # while true, the step just computed is held and nothing is counted
         self.distance: Distance | None = None  # compares residuals where several ranks must decide alike
         self.decisions: dict[str, Decision] = {}
+        self.diffs: list[float] = []  # the residual differences of all steps
         self._step, self._skipped = -1, 0
 
     def set_step(self, step: int) -> None:
@@ -68,11 +72,30 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def similarity(self, before: torch.Tensor, now: torch.Tensor, *, threshold: float, **options: Any) -> bool:
         """Compare over the ranks that must decide alike; the library would average over all ranks."""
-        if self.distance is None or not 0.0 < threshold < 1.0:
-            return bool(super().similarity(before, now, threshold=threshold, **options))
-        change = float(self.distance(now, before))
-        self.add_residual_diff(change)
-        return change < threshold
+        measured = 0.0 < threshold < 1.0
+        if self.distance is None or not measured:
+            similar = bool(super().similarity(before, now, threshold=threshold, **options))
+        else:
+            change = float(self.distance(now, before))
+            self.add_residual_diff(change)
+            similar = change < threshold
+        if measured:
+            context = self.current_context
+            self.diffs.append(float(context.residual_diffs[str(context.get_current_step())]))
+        return similar
+
+    @contextlib.contextmanager
+    def replay(self) -> Iterator[None]:
+        """Hold the step just computed; calibrators that change when they extrapolate are set back afterwards."""
+        states = self._calibrator_states()
+        before = [dict(vars(state)) for state in states]
+        self.replaying = True
+        try:
+            yield
+        finally:
+            self.replaying = False
+            for state, values in zip(states, before, strict=True):
+                vars(state).update(values)
 
     def decision(self) -> Decision:
         """The decision of the last step: held if any list was held; the reason names the lists if they differ."""
@@ -83,14 +106,32 @@ class StepContextManager(CachedContextManager):  # type: ignore[misc]
         return Decision(False, f"{self.decisions[held[0]].reason}, in {lists} only")
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor the contexts keep: residuals, and the derivatives of the calibrators."""
-        found: list[Any] = []
-        for context in self._cached_context_manager.values():
-            found += context.buffers.values()
-            for calibrator in filter(None, context.get_calibrators()):
-                for state in calibrator.states.values():
-                    found += [t for derivatives in state.state.values() for t in derivatives]
-        return [value for value in found if isinstance(value, torch.Tensor)]
+        """Every tensor the contexts keep: residuals, and what the calibrators extrapolate from."""
+        contexts = self._cached_context_manager.values()
+        kept = [context.buffers for context in contexts] + [vars(state) for state in self._calibrator_states()]
+        return list(iter_tensors(kept))
+
+    def _calibrator_states(self) -> list[Any]:
+        """The state of each stream of each calibrator."""
+        contexts = self._cached_context_manager.values()
+        calibrators = [c for context in contexts for c in context.get_calibrators() if c is not None]
+        return [state for calibrator in calibrators for state in calibrator.states.values()]
+
+
+@functools.cache
+def step_manager_class(base: Any) -> type[StepContextManager]:
+    """A StepContextManager that does everything else as `base`, the manager class of an adapter, does."""
+    made: type[StepContextManager] = StepContextManager
+    if not issubclass(base, CachedContextManager):
+        raise UnsupportedModelError(
+            f"{base.__name__} is not a CachedContextManager: of the cache-dit library's methods only DBCache is "
+            "supported."
+        )
+    if issubclass(base, StepContextManager):
+        made = base
+    elif base is not CachedContextManager:
+        made = type(base.__name__, (StepContextManager, base), {"__module__": base.__module__})
+    return made
 
 
 def _decision(context: CachedContext, held: bool) -> Decision:
@@ -107,8 +148,12 @@ def _decision(context: CachedContext, held: bool) -> Decision:
         return Decision(True, "the mask computes this step")
     if str(context.get_current_step()) in context.residual_diffs:
         return Decision(True, "the first blocks changed too much")
-    off = context.get_residual_diff_threshold() <= 0
-    return OFF if off else Decision(True, "as many steps as allowed are held")
+    if context.get_residual_diff_threshold() <= 0:
+        return OFF
+    limit = config.max_accumulated_residual_diff_threshold
+    if limit is not None and context.get_accumulated_residual_diff() >= limit:
+        return Decision(True, "the first blocks have changed too much in all")
+    return Decision(True, "as many steps as allowed are held")
 
 
 @dataclass(frozen=True)
@@ -121,6 +166,7 @@ class CacheDiTPolicy:
     refresh_step: int | None  # where everything starts over; with `repeat`, at each multiple of it
     repeat: bool
     distance: Distance | None
+    diffs: list[float] = field(default_factory=list)  # the residual differences of this branch
     needs_signal: bool = False
 
     def start(self) -> BranchContexts:
@@ -159,7 +205,7 @@ class BranchContexts:
         origin = last_refresh(step, policy.refresh_step, policy.repeat)
         if self.manager is None or origin != self._origin:
             self.manager, self._origin = policy.manager_class(), origin
-            self.manager.distance = policy.distance
+            self.manager.distance, self.manager.diffs = policy.distance, policy.diffs
             for settings in policy.contexts:
                 self.manager.new_context(**settings)
         self.manager.set_step(step - origin)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,56 +23,83 @@ from ..engine.signals import change_across_ranks
 from ..engine.state import ForwardCall, Outcome
 from ..engine.storage import HeldTensors, RecentDict
 from ..engine.verify import ReplayReport, compare_replay, equal_outputs
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
 from .adapters import AdaptedTransformer, TransformerAdapter
 from .config import CacheDiTConfig, steps_mask
 from .contexts import CacheDiTPolicy, StepContextManager
 
+# The settings that a refresh function takes from its own config.
+_REFRESHED = ("scm_steps_mask_policy", "scm_steps_policy", "force_refresh_step_hint", "force_refresh_step_policy")
+
+ResidualDiffs = dict[tuple[str, str], list[float]]  # by transformer and branch, of its last generation
+
 
 class CacheDiTMethod(Method[CacheDiTConfig]):
-    """cache-dit with one set of settings."""
+    """cache-dit with one set of settings, on transformers that were adapted with the settings `base`."""
 
     name = "cache_dit"
 
-    def __init__(self, config: CacheDiTConfig, adapter: TransformerAdapter) -> None:
+    def __init__(
+        self, config: CacheDiTConfig, base: CacheDiTConfig, adapter: TransformerAdapter, diffs: ResidualDiffs
+    ) -> None:
         super().__init__(config)
-        self._adapter = adapter
-        self._contexts: dict[CachedTransformer, list[dict[str, Any]]] = {}
+        self._base, self._adapter, self._diffs = base, adapter, diffs
+        self._warned: set[int] = set()
 
     @property
     def declared_steps(self) -> int | None:
-        return self.config.num_inference_steps
+        return self.config.num_inference_steps or self._adapter.declared_steps
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
-        self.config.check_steps(self.declared_steps)
-        adapted = self._adapter.adapt(transformer.core, pipeline)
-        self._contexts[transformer] = adapted.contexts(self.config)
+        adapted = self._adapter.adapt(transformer.core, self._base.for_transformer(transformer.name), pipeline)
+        adapted.contexts(self._settings_of(transformer))  # raises where they do not fit the lists
         return (f"{transformer.name}: {adapted}",)
 
     def make_runner(self, transformer: CachedTransformer) -> CacheDiTRunner:
-        return CacheDiTRunner(transformer, self._adapter.adapt(transformer.core))
+        return CacheDiTRunner(transformer, self._adapter.adapted[transformer.core])
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> CacheDiTPolicy:
-        settings, groups, contexts = self.config, transformer.groups, self._contexts[transformer]
-        if settings.scm_steps_mask_policy is not None:
-            if not grid.bounded:
-                raise ConfigError(
-                    "An SCM mask needs the number of steps: call refresh(transformer, steps) before the loop, or set "
-                    "num_inference_steps."
-                )
-            expert = transformer.name if grid.length < grid.count else ""
-            mask = steps_mask(settings.scm_steps_mask_policy, grid.length, expert)
-            configs = (dataclasses.replace(c["cache_config"], steps_computation_mask=mask) for c in contexts)
-            contexts = [{**c, "cache_config": config} for c, config in zip(contexts, configs, strict=True)]
-        return CacheDiTPolicy(
-            self._adapter.adapt(transformer.core).manager_class,
-            contexts,
-            first=grid.first,
-            refresh_step=settings.force_refresh_step_hint,
-            repeat=settings.force_refresh_step_policy == "repeat",
-            distance=functools.partial(change_across_ranks, groups) if groups.synchronized else None,
-        )
+        adapted, settings = self._adapter.adapted[transformer.core], self._settings_of(transformer)
+        contexts, groups = adapted.contexts(settings), transformer.groups
+        mask, first = self._mask(settings, transformer, grid), contexts[0]["cache_config"]
+        refresh_step, repeat = first.force_refresh_step_hint, first.force_refresh_step_policy == "repeat"
+        for context in contexts:
+            config = context["cache_config"]
+            config.steps_computation_mask = config.steps_computation_mask or mask
+            config.num_inference_steps = config.force_refresh_step_hint = None  # the policy starts the contexts over
+        diffs = self._diffs[transformer.name, branch] = []
+        distance = functools.partial(change_across_ranks, groups) if groups.synchronized else None
+        return CacheDiTPolicy(adapted.manager_class, contexts, grid.first, refresh_step, repeat, distance, diffs)
+
+    def _settings_of(self, transformer: CachedTransformer) -> CacheDiTConfig:
+        """The settings of one transformer: those of the last refresh function where these settings have the base's."""
+        refreshed, changes = self._adapter.refreshed, {}
+        if refreshed is not None:
+            unchanged = (n for n in _REFRESHED if getattr(self.config, n) == getattr(self._base, n))
+            changes = {name: getattr(refreshed, name) for name in unchanged}
+        return self.config.replaced(**changes).for_transformer(transformer.name)
+
+    def _mask(self, settings: CacheDiTConfig, transformer: CachedTransformer, grid: Grid) -> list[int] | None:
+        """The SCM mask for the steps that this transformer runs, if there is one."""
+        if settings.scm_steps_mask_policy is None:
+            return None
+        if not grid.bounded:
+            raise ConfigError(
+                "An SCM mask needs the number of steps: call refresh(transformer, steps) before the loop, or set "
+                "num_inference_steps."
+            )
+        mask = steps_mask(settings.scm_steps_mask_policy, grid.length)
+        if mask is None and grid.length not in self._warned:
+            self._warned.add(grid.length)
+            owner = f" that {transformer.name} handles" if grid.length < grid.count else ""
+            warnings.warn(
+                f"SCM has no mask for the {grid.length} steps{owner}, only for 4, 6, and 8 or more: here the residual "
+                "threshold alone decides. Change the number of steps, or leave scm_steps_mask_policy out.",
+                HoldoverWarning,
+                stacklevel=2,
+            )
+        return mask
 
 
 class CacheDiTRunner:
@@ -85,18 +113,19 @@ class CacheDiTRunner:
         """Run one forward; a computed forward of a new kind is checked against the plain model."""
         manager: StepContextManager = call.state.policy_state.at(call.step)
         known = known_to_shards(self._transformer.groups, call.structure in self._checked)
+        again = call if known else _copied(call)  # models may change lists in their arguments
         try:
             output = self._forward(call, manager)
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
             if known or isinstance(error, torch.OutOfMemoryError):
                 raise
-            call.plain(*call.args, **call.kwargs)  # if this fails too, the user sees the model's own error
+            self._plain(again)  # if this fails too, the user sees the model's own error
             raise self._refusal(call, "the model runs, but not through cache-dit", error) from error
         decision = call.decide(None)
         if not decision.compute:
             return Outcome(output, decision, None)
         if not known and manager.decisions:
-            self._check(call, output, manager)
+            self._check(again, output, manager)
         return Outcome(output, decision, HeldContexts(manager))
 
     def _forward(self, call: ForwardCall, manager: StepContextManager) -> Any:
@@ -114,22 +143,52 @@ class CacheDiTRunner:
             )
         return output
 
+    @staticmethod
+    def _plain(call: ForwardCall) -> Any:
+        call = _copied(call)
+        return call.plain(*call.args, **call.kwargs)
+
     def _check(self, call: ForwardCall, output: Any, manager: StepContextManager) -> None:
-        """A computed step must equal the plain forward, and holding it at once must give the same output."""
-        plain = call.plain(*call.args, **call.kwargs)
-        if not self._equal(plain, output):
-            report = self._compare(plain, output)
-            if not report.ok or self._equal(plain, call.plain(*call.args, **call.kwargs)):
-                raise self._refusal(call, "a computed step is not the plain forward", report)
-        manager.replaying = True
-        try:
-            report = self._compare(output, self._forward(call, manager))
-        finally:
-            manager.replaying = False
+        """A computed step must equal the plain forward, and holding it at once must give the same output.
+
+        An input that is all zeros hides what the model does with it between blocks: a ControlNet that begins late gives
+        zeros at first. So the first comparison is made again with ones in place of zeros.
+        """
+        self._compare_with_plain(call, output)
+        if (filled := self._fill_zeros(call)) is not None:
+            contexts: Any = call.state.policy.start()  # of their own: nothing of this may be kept
+            self._compare_with_plain(filled, self._forward(_copied(filled), contexts.at(call.step)))
+        with manager.replay():
+            report = self._compare(output, self._forward(_copied(call), manager))
         if not report.ok:
             raise self._refusal(call, "a held step does not replay a computed one", report)
         self._checked[call.structure] = None
         self._transformer.report = report
+
+    def _compare_with_plain(self, call: ForwardCall, output: Any) -> None:
+        plain = self._plain(call)
+        if not self._equal(plain, output):
+            report = self._compare(plain, output)
+            if not report.ok or self._equal(plain, self._plain(call)):
+                raise self._refusal(call, "a computed step is not the plain forward", report)
+
+    def _fill_zeros(self, call: ForwardCall) -> ForwardCall | None:
+        """The call with ones in place of all-zero tensors, position ids excepted; None if it has no such tensor."""
+        filled = False
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal filled
+            if not tensor.is_floating_point() or not tensor.numel() or bool(tensor.any()):
+                return tensor
+            filled = True
+            return torch.ones_like(tensor)
+
+        names = self._transformer.inputs.names
+        args = [v if "ids" in n else _map_tensors(v, fill) for n, v in zip(names, call.args, strict=False)]
+        kwargs = {n: v if "ids" in n else _map_tensors(v, fill) for n, v in call.kwargs.items()}
+        if largest(self._transformer.groups, float(filled)) == 0.0:
+            return None
+        return dataclasses.replace(call, args=[*args, *call.args[len(names) :]], kwargs=kwargs)
 
     def _compare(self, one: Any, other: Any) -> ReplayReport:
         transformer = self._transformer
@@ -150,6 +209,26 @@ class CacheDiTRunner:
             f"{details}",
             details if isinstance(details, ReplayReport) else None,
         )
+
+
+def _copied(call: ForwardCall) -> ForwardCall:
+    """The same call with lists and dicts of its own, which the model may change."""
+    args, kwargs = (
+        _map_tensors([*call.args], lambda tensor: tensor),
+        _map_tensors({**call.kwargs}, lambda tensor: tensor),
+    )
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value with every tensor in nested lists, tuples and dicts replaced; other objects stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(item, function) for item in value)
+    return value
 
 
 class UnifiedPass(BlockPass):

@@ -12,8 +12,9 @@ import torch
 from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
 from torch import Tensor, nn
 
-from .adapters import Patches, StepAdapter
+from .adapters import StepAdapter
 from .contexts import StepContextManager
+from .patches import Patches
 
 # BAGEL: decoder layers over a packed sequence, with a KV cache object in the place of encoder states.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,9 +17,20 @@ import torch
 
 from ..api import enable
 from ..base import CacheBackend
-from ..engine.backend import find_cache
+from ..engine.backend import find_cache, find_transformers
 from ..errors import ConfigError, HoldoverError, did_you_mean
-from ..metrics import SSIM_WINDOW, as_images, each, latents_as_images, lpips, lpips_missing, nonwhite_error, psnr, ssim
+from ..metrics import (
+    SSIM_WINDOW,
+    as_images,
+    each,
+    get_images,
+    latents_as_images,
+    lpips,
+    lpips_missing,
+    nonwhite_error,
+    psnr,
+    ssim,
+)
 from ..plan.calls import keywords_of
 from .baselines import to_second_order
 from .results import Folder, Results, Row
@@ -154,7 +165,7 @@ class _Run:
             row = Row(UNCACHED, seconds, self.spec.steps)
             if self.folder:
                 self.folder.save_reference(output)
-        metrics = ReferenceMetrics(output, self.spec.output, torch.device(self.pipe.device))
+        metrics = ReferenceMetrics(output, self.spec.output, get_device(self.pipe))
         if self.folder and not row.images and not metrics.latent:
             row = replace(row, images=self.folder.save_images(UNCACHED, metrics.reference))
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -283,16 +294,17 @@ def check_pipeline(pipe: Any, spec: Comparison) -> None:
     """Refuse arguments that the pipeline does not have, and CPU time where it is not the time of the generation."""
     known, takes_others = keywords_of(pipe)
     guidance = [] if spec.guidance is None else ["guidance_scale"]
-    for name in ("prompt", "generator", "num_inference_steps", "output_type", *dict(spec.arguments), *guidance):
+    for name in ("prompt", "generator", "num_inference_steps", *dict(spec.arguments), *guidance):
         if name not in known and not takes_others:
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
-    if spec.clock == "cpu" and (torch.device(pipe.device).type != "cpu" or torch.get_num_threads() > 1):
+    if spec.clock == "cpu" and (get_device(pipe).type != "cpu" or torch.get_num_threads() > 1):
         raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
 
 
 def describe_environment(pipe: Any) -> dict[str, Any]:
     """The model, the device and the versions, as plain JSON values: rows of one table share them."""
-    name = str(pipe.config.get("_name_or_path") or "")
+    config, transformer = getattr(pipe, "config", {}), next(iter(find_transformers(pipe).values()))
+    name = str(config.get("_name_or_path") or "") if isinstance(config, Mapping) else ""
     if Path(name).name == "weights":
         name = Path(name).parent.name
     elif Path(name).is_dir():
@@ -303,13 +315,21 @@ def describe_environment(pipe: Any) -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "pipeline": type(pipe).__name__,
-        "transformer": type(pipe.components.get("transformer")).__name__,
+        "transformer": type(transformer).__name__,
         "model": name,
-        "dtype": str(pipe.dtype).removeprefix("torch."),
-        "device": _describe_device(torch.device(pipe.device)),
+        "dtype": str(getattr(pipe, "dtype", None) or next(transformer.parameters()).dtype).removeprefix("torch."),
+        "device": _describe_device(get_device(pipe)),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def get_device(pipe: Any) -> torch.device:
+    """The device of a pipeline; of one that does not say it, the device of its transformer."""
+    device = getattr(pipe, "device", None)
+    if device is None:
+        device = next(next(iter(find_transformers(pipe).values())).parameters()).device
+    return torch.device(device)
 
 
 def _describe_device(device: torch.device) -> str:
@@ -334,12 +354,18 @@ def _generate_batch(
     pipe: Any, spec: Comparison, steps: int, images: tuple[tuple[str, int], ...], **more: Any
 ) -> torch.Tensor:
     arguments = more | dict(spec.arguments) | ({} if spec.guidance is None else {"guidance_scale": spec.guidance})
-    output = pipe(
-        prompt=[prompt for prompt, _ in images],
-        generator=[torch.Generator().manual_seed(seed) for _, seed in images],
-        num_inference_steps=steps,
-        output_type=spec.output,
-        return_dict=False,
-        **arguments,
-    )[0]
-    return output if isinstance(output, torch.Tensor) else torch.stack(list(output))
+    known, takes_others = keywords_of(pipe)
+    optional = {"output_type": spec.output, "return_dict": False}
+    arguments |= {name: value for name, value in optional.items() if takes_others or name in known}
+    output = get_images(
+        pipe(
+            prompt=[prompt for prompt, _ in images],
+            generator=[torch.Generator().manual_seed(seed) for _, seed in images],
+            num_inference_steps=steps,
+            **arguments,
+        )
+    )
+    if isinstance(output, torch.Tensor):
+        return output
+    parts = list(output)
+    return torch.stack(parts) if all(isinstance(part, torch.Tensor) for part in parts) else as_images(parts)

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from ..base import CacheBackend, DiffusionCacheConfig
 from ..config import ConfigT
 from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
-from ..models.inputs import describe_structure
+from ..models.inputs import describe_structure, get_module_class, get_parameter_names, unwrap_module
 from ..policies.base import AlwaysCompute, PolicyState
 from ..stats import Stats
 from .engine import Engine
@@ -54,30 +55,37 @@ class EngineBackend(CacheBackend[ConfigT]):
         """The method with these settings."""
 
     def enable(self, pipeline: Any) -> None:
+        self._enable_on(pipeline, find_transformers(pipeline))
+
+    def _enable_on(self, pipeline: Any, transformers: Mapping[str, nn.Module]) -> None:
+        """Enable on these transformers of a pipeline, or on a transformer that was given itself."""
         if self._engine is not None:
             raise EnableError("This cache is enabled already: disable() it first, or make another one.")
-        whole = None if isinstance(pipeline, nn.Module) else pipeline
-        transformers = find_transformers(pipeline)
         for module in transformers.values():
             if has_hooks(module):
                 raise EnableError(
                     f"There already are hooks of a holdover cache on this {type(module).__name__}: "
                     "holdover.disable() them first."
                 )
+        whole = None if any(module is pipeline for module in transformers.values()) else pipeline
         engine = Engine(whole, transformers, self.make_method(self.settings), owner=self)
         engine.install()
         self._engine, self.enabled = engine, True
 
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
+        self._check_target(pipeline, num_inference_steps)
+        self._require_engine().refresh(num_inference_steps)
+        if verbose:
+            logger.info("%s: a generation of %d steps starts", type(self).__name__, num_inference_steps)
+
+    def _check_target(self, pipeline: Any, num_inference_steps: Any = 1) -> None:
+        """Raise if this cache is not on that pipeline or transformer, or if that is no number of steps."""
         engine = self._require_engine()
         known = [engine.pipeline, *(m for t in engine.transformers for m in (t.module, t.core))]
         if pipeline is not None and not any(pipeline is each for each in known):
             raise NotEnabledError(f"This cache is not on that {type(pipeline).__name__}.")
         if isinstance(num_inference_steps, bool) or not isinstance(num_inference_steps, int) or num_inference_steps < 1:
             raise ConfigError(f"num_inference_steps must be a whole number of at least 1, not {num_inference_steps!r}.")
-        engine.refresh(num_inference_steps)
-        if verbose:
-            logger.info("%s: a generation of %d steps starts", type(self).__name__, num_inference_steps)
 
     def disable(self) -> None:
         engine = self._require_engine()
@@ -126,29 +134,50 @@ class NoneBackend(EngineBackend[NoneConfig]):
 
 
 def find_cache(target: Any) -> CacheBackend | None:
-    """The cache that is on a pipeline or transformer, if there is one."""
-    engines = (find_engine(module) for module in find_transformers(target).values())
-    return next((engine.owner for engine in engines if engine is not None), None)
+    """The cache that is on a pipeline or transformer, or on a part of it, if there is one."""
+    parts = (part for module in find_transformers(target).values() for part in module.modules())
+    return next((engine.owner for part in parts if (engine := find_engine(part)) is not None), None)
 
 
 def find_transformers(target: Any) -> dict[str, nn.Module]:
-    """The denoising transformers of a pipeline by attribute name, or the transformer that was given."""
+    """The denoising transformers of a pipeline by attribute name, or the transformer that was given.
+
+    A pipeline is any object with a transformer: as an attribute, a property or a registered component, or listed in
+    `_dit_modules` as vLLM-Omni's pipelines do. Those are modules too; unlike a transformer, their own forward takes no
+    timestep.
+    """
+    declared = getattr(target, "_dit_modules", None) or ()
     if isinstance(target, nn.Module):
-        return {"transformer": target}
-    components = getattr(target, "components", None)
-    names = components if isinstance(components, Mapping) else vars(target) if hasattr(target, "__dict__") else ()
-    modules = {}
-    for name in names:
-        if name.startswith("transformer") or name.endswith("transformer") or name == "prior":
-            module = getattr(target, name, None)
-            if isinstance(module, nn.Module):
-                modules[name] = module
-    if not modules:
+        is_pipeline = bool(declared) or isinstance(_get_attribute(target, "transformer"), nn.Module)
+        if not is_pipeline or {"timestep", "t"} & set(get_parameter_names(get_module_class(unwrap_module(target)))):
+            return {"transformer": target}
+    components = _get_attribute(target, "components")  # raises on diffusers pipelines with unregistered components
+    names = ["transformer", "transformer_2", *(components if isinstance(components, Mapping) else ())]
+    names += [*getattr(target, "_modules", ()), *getattr(target, "__dict__", ())]
+    names = [n for n in names if n.startswith("transformer") or n.endswith("transformer") or n == "prior"]
+    found: dict[str, nn.Module] = {}
+    for name in dict.fromkeys([*names, *declared]):
+        module = _get_attribute(target, name)
+        if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList):
+            if not any(module is other for other in found.values()):
+                found[name] = module
+    if not found:
         raise EnableError(
             f"{type(target).__name__} has no transformer to cache. Give a diffusers pipeline with a `transformer`, "
             "or the transformer itself."
         )
-    return modules
+    if len(found) > 1:
+        inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
+        found = {name: module for name, module in found.items() if id(module) not in inner}
+    return found
+
+
+def _get_attribute(target: Any, path: str) -> Any:
+    """The attribute at a dotted path; None if there is none, or if the object fails to provide it."""
+    try:
+        return attrgetter(path)(target)
+    except Exception:  # a property may raise anything
+        return None
 
 
 def check(transformer: Any, **inputs: Any) -> ReplayReport:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
-from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers
+from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers, unwrap_module
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
@@ -43,7 +43,7 @@ class Engine:
         self.notes = self._prepare(method)
         self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
         self._overrides = Overrides()
-        self._clock = SchedulerClock(pipeline, self._start, self._on_scheduler_step, self._finish)
+        self._clock = SchedulerClock(pipeline, self._start_scheduled, self._on_scheduler_step, self._finish)
         self._timestep_clock = TimestepClock(self._start, any(t.family.time_runs_up for t in self.transformers))
         self._ledger = Ledger(method.name)
         self._ranks: Ranks | None = None
@@ -77,6 +77,7 @@ class Engine:
 
     def refresh(self, num_inference_steps: int | None) -> None:
         """The next forward starts a generation of that many steps, unless a scheduler says otherwise."""
+        self.check_transformers()
         self._declared_steps = num_inference_steps
         self._interrupt()
 
@@ -210,8 +211,10 @@ class Engine:
             branches = self._generation.branches.get(transformer)
             if branches is not None:
                 label = label or branches.find(step, conditioning, host_values)
-                again = branches.last_step.get(label) == step
-                if again and not self._timestep_clock.continues:  # a new generation
+                last = branches.last_step.get(label, -1)
+                if timestep is None and hint.step_index is None and last + 1 < (self._declared_steps or 0):
+                    step = last + 1  # nothing in its arguments tells the step, but refresh() how many there are
+                elif last >= step and not self._timestep_clock.continues:  # a new generation
                     self._timestep_clock.restart()
                     step, label = self._timestep_clock.step(hint, timestep), hint.name
         generation = self._generation
@@ -257,6 +260,21 @@ class Engine:
         return Grid(count) if count else Grid.unbounded()
 
     # One generation
+
+    def _start_scheduled(self) -> None:
+        """The scheduler starts a generation."""
+        self.check_transformers()
+        self._start()
+
+    def check_transformers(self) -> None:
+        """Raise if the pipeline has got another transformer since: it would run without the cache."""
+        for transformer in self.transformers:
+            current = getattr(self.pipeline, transformer.name, None)
+            if isinstance(current, nn.Module) and unwrap_module(current) is not transformer.core:
+                raise EnableError(
+                    f"{type(self.pipeline).__name__}.{transformer.name} was replaced after the cache was enabled, so "
+                    "the new one would run without it: disable() the cache and enable it again."
+                )
 
     def _start(self) -> None:
         self._finish()

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.utils import BaseOutput
 from PIL import Image
 
 from ..engine.backend import find_transformers
 from ..engine.engine import Engine
 from ..engine.method import Method
 from ..errors import ConfigError, did_you_mean
-from ..metrics import as_images
+from ..metrics import as_images, get_images
 from ..profiles import Profile
 
 Prompt = str | Mapping[str, Any]  # a text, or the keywords of one call of the pipeline
@@ -64,7 +63,7 @@ class Caller:
         with torch.no_grad(), _without_progress_bars(self.pipe):
             output = self.pipe(**accepted)
         try:
-            return as_images(output[0] if isinstance(output, (tuple, BaseOutput)) else output)
+            return as_images(get_images(output))
         except ConfigError:
             return None
 
