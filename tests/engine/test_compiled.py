@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import holdover
+from constant_free import HOLD
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 28
@@ -15,6 +16,11 @@ METHODS = {
     "mag_cache": ({"mag_ratios": [1.01] * STEPS, "mag_threshold": 0.5, "mag_max_skip_steps": 2}, 2),
     "tea_cache": ({"rel_l1_thresh": 0.6}, 2),
     "plan": ({"schedule": tuple(range(0, STEPS, 4)), "predictor": "newton"}, 1),
+    "easy_cache": (HOLD["easy_cache"], 1),
+    "sea_cache": ({"threshold": 0.3}, 2),
+    "first_block": ({"threshold": 0.3}, 2),
+    "taylor_seer": (HOLD["taylor_seer"] | {"quantity": "residuals"}, 2),
+    "spectrum": (HOLD["spectrum"], 1),
 }
 TINY = PIPELINES["FluxPipeline"]
 

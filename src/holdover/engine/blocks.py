@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError, UntraceableError
 from ..models.inputs import ArgumentKey, bind_arguments, get_argument
+from ..models.registry import BlockSignal
 from ..models.trace import Stack, StreamLink, Trace
 from ..policies.base import Decision
 from .output import OutputRunner
@@ -303,28 +304,43 @@ class HoldPass(StackPass):
 
 
 class DecidePass(BlockPass):
-    """Runs the blocks before the stack's first, where `choose` reads a signal and returns the pass to continue with."""
+    """Runs the blocks before the stack's first, reads a signal there, and continues as the pass that `choose` returns.
 
-    def __init__(self, stack: Stack, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
+    With `read`, the signal is computed from the arguments of that block, before it runs. Without, the block runs at
+    every step, and the signal is what it adds to the main stream.
+    """
+
+    def __init__(self, stack: Stack, read: BlockSignal | None, choose: Callable[[torch.Tensor], StackPass]) -> None:
         super().__init__()
         self.lists = frozenset(stack.lists)
-        self._stack, self._choose, self._position = stack, choose, 0
+        self._stack, self._read, self._choose, self._position = stack, read, choose, 0
         self.chosen: StackPass | None = None
 
     def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
         return _DecidedLoop(self, name, modules)
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.chosen is None:
-            if self._position < self._stack.head:
-                expected = self._stack.calls[self._position]
-                if (expected.blocks, expected.index) != (blocks, index):
-                    raise DivergedError
-                self._position += 1
-                return block(*args, **kwargs)
-            self.chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
-            self.chosen.position = self._position
-        return self.chosen.call(blocks, index, block, args, kwargs)
+        if self.chosen is None and self._position == self._stack.head and self._read is not None:
+            with onloaded(block):
+                signal = self._read(block, bind_arguments(type(block), args, kwargs))
+            self._continue(signal)
+        if self.chosen is not None:
+            return self.chosen.call(blocks, index, block, args, kwargs)
+        site = self._stack.calls[self._position]
+        if (site.blocks, site.index) != (blocks, index):
+            raise DivergedError
+        output = block(*args, **kwargs)
+        self._position += 1
+        if self._position > self._stack.head:
+            link = self._stack.find_main_link(site)
+            assert link is not None
+            added = (output if site.width else (output,))[link.slot] - get_argument(args, kwargs, link.key)
+            self._continue(added)
+        return output
+
+    def _continue(self, signal: torch.Tensor) -> None:
+        self.chosen = self._choose(signal)
+        self.chosen.position = self._position
 
     def finish(self) -> None:
         if self.chosen is None:
@@ -409,7 +425,8 @@ class BlockRunner:
         """Run one forward; where no stack can be traced, the transformer's output is held instead."""
         if self._whole is not None:
             return self._whole.run(call)
-        structure, groups = (call.structure, call.signal is not None, call.state.passes), self._transformer.groups
+        reads_residual = None if call.signal is None else call.signal.of_residual is not None
+        structure, groups = (call.structure, reads_residual, call.state.passes), self._transformer.groups
         path = self._transformer.paths.get(structure)
         try:
             if path is None or groups.shards is not None:
@@ -470,27 +487,29 @@ class BlockRunner:
         A compiled forward cannot wait for a decision in its middle: it is run uncompiled up to that block first.
         """
         assert call.signal is not None
-        read, decided = call.signal, choose(None) if call.reads_late else None
+        of_residual, decided = call.signal.of_residual, choose(None) if call.reads_late else None
 
-        def choose_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
-            with onloaded(block):
-                signal = read(block, arguments)
+        def choose_at_first_block(value: torch.Tensor) -> StackPass:
+            signal = value if of_residual is None else of_residual(value)
             if decided is None:
                 return choose(signal)
             call.observe_signal(signal)
             return decided
 
         if not self._transformer.compiled:
-            return DecidePass(stack, choose_at_first_block)
+            return DecidePass(stack, call.signal.of_block, choose_at_first_block)
         chosen: list[StackPass] = []
 
-        def stop_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
-            chosen.append(choose_at_first_block(block, arguments))
+        def stop_at_first_block(value: torch.Tensor) -> StackPass:
+            chosen.append(choose_at_first_block(value))
             raise _SignalReadError
 
         try:
             self._transformer.run(
-                DecidePass(stack, stop_at_first_block), self._transformer.call_eager, call.args, call.kwargs
+                DecidePass(stack, call.signal.of_block, stop_at_first_block),
+                self._transformer.call_eager,
+                call.args,
+                call.kwargs,
             )
         except _SignalReadError:
             return chosen[0]
@@ -501,7 +520,12 @@ class BlockRunner:
         pass_ = TracePass()
         self._transformer.run(pass_, self._transformer.eager_call(call.plain), call.args, call.kwargs)
         stack = pass_.trace.build_stack(self._transformer.family.head)
-        begin = stack.head if call.signal is not None else 0
+        begin = 0 if call.signal is None else stack.head if call.signal.of_residual is None else stack.head + 1
+        if begin >= len(stack.calls):
+            raise UnsupportedModelError(
+                f"{self._transformer.class_name} has a single block, and this method runs the first one at every step: "
+                "there is nothing to hold. Use a method that holds the output, such as easy_cache or spectrum."
+            )
         path = self._transformer.paths[structure] = CallPath(stack, begin, call.state.passes, not pass_.class_tested)
         return path
 

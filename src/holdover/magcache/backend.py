@@ -11,7 +11,7 @@ from ..engine.install import CachedTransformer
 from ..engine.method import BLOCK_PASSES, Method
 from ..engine.state import ComputedForward
 from ..engine.storage import STORAGES
-from ..errors import ConfigError, NotEnabledError
+from ..errors import WITHOUT_CONSTANTS, ConfigError, NotEnabledError
 from ..grid import Grid
 from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
@@ -64,7 +64,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
             raise ConfigError(
                 f"No magnitude ratios ship for {transformer.class_name}. Measure them: run a generation under "
                 'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
-                'profile="ratios.json".'
+                'profile="ratios.json". ' + WITHOUT_CONSTANTS
             )
         return profile
 
