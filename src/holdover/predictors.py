@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import factorial, prod
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,7 @@ class Chebyshev:
         total[-len(line) :] += (1.0 - self.share) * np.array(line)
         return tuple(total.tolist())
 
-    def _basis(self, steps: Sequence[int]) -> NDArray[np.float64]:
+    def _basis(self, steps: Sequence[int]) -> NDArray[np.floating[Any]]:
         """The value of every polynomial at each step."""
         places = (np.asarray(steps, dtype=np.float64) - self.first) * 2.0 / (self.last - self.first) - 1.0
         return np.polynomial.chebyshev.chebvander(places, self.degree)

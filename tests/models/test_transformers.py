@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import holdover
-from constant_free import HOLD, NOTHING
+from constant_free import HOLD
 from holdover.cli import app
 from holdover.engine.verify import ReplayReport
 from holdover.support import support_of, supported
@@ -30,7 +30,7 @@ STEPS = 6
 WRITES = [name for name in MODELS if name.endswith("[kv]")]
 SHIPPED_ROWS = json.loads(TABLE.read_text())["classes"]
 HELD = [name for name in MODELS if name not in WRITES]
-NO_SECOND_BLOCK: list[str] = []  # models whose first block cannot be run without the others
+ONE_BLOCK = ["FluxTransformer2DModel[one_double]"]
 
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}" for kind in ("FutureWarning", "DeprecationWarning")))
 
@@ -77,19 +77,18 @@ def test_a_generation(name):
 
 
 def check_without_constants(tiny, model, plain, method):
-    """Nothing held is the plain model; with steps held, outputs are finite and what is held replays."""
-    with holdover.enable(model, method, **NOTHING[method]) as cache:
-        try:
-            assert_same(run_generation(tiny, model, STEPS), plain)
-        except holdover.UnsupportedModelError:
-            assert method == "first_block"
-            assert tiny.name in NO_SECOND_BLOCK
+    """Computed steps are bit-identical to the plain model, held ones finite, and what is held replays."""
+    with holdover.enable(model, method, **HOLD[method]) as cache:
+        if method == "first_block" and tiny.name in ONE_BLOCK:
+            with pytest.raises(holdover.UnsupportedModelError, match="has a single block"):
+                run_generation(tiny, model, STEPS)
             return
-        with cache.using(**HOLD[method]):
-            held = run_generation(tiny, model, STEPS)
-            assert cache.stats().last.held_total >= 2
-        assert all(torch.isfinite(output).all() for output in held)
+        outputs, trace = run_generation(tiny, model, STEPS), cache.stats().last.trace("cond")
         assert cache.reports()["transformer"].max_error < 1e-5
+    assert trace.count("h") >= 2
+    for kind, output, expected in zip(trace, outputs, plain, strict=True):
+        assert torch.isfinite(output).all()
+        assert kind == "h" or torch.equal(output, expected)
 
 
 def find_own_changes(tiny, model):

@@ -52,9 +52,13 @@ class HeldForward(HeldOutput):
 
     def measure(self, before: HeldForward) -> None:
         """Compare with the computed forward before this one."""
-        outputs = [(new, old) for new, old in zip(self.tensors, before.tensors, strict=True) if new is not None]
-        change = sum_absolute(new - old for new, old in outputs) / sum_absolute(new for new, _ in outputs)
+        change = sum_absolute(map(torch.sub, self.outputs, before.outputs)) / sum_absolute(self.outputs)
         self.sensitivity = change / sum_absolute(map(torch.sub, self.entered, before.entered))
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """Every tensor of the output."""
+        return [tensor for tensor in self.tensors if tensor is not None]
 
     @property
     def nbytes(self) -> int:

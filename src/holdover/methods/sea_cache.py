@@ -63,7 +63,8 @@ def filter_noise(latents: torch.Tensor, axes: Sequence[int], signal: float, nois
         along = signal / (signal**2 + noise**2 * inverse)
         gain = gain * along.reshape([size if i == axis else 1 for i in range(values.ndim)])
     spectrum = torch.fft.fftn(values, dim=tuple(axes))
-    return torch.fft.ifftn(spectrum * (gain / gain.mean()), dim=tuple(axes)).real
+    filtered: torch.Tensor = torch.fft.ifftn(spectrum * (gain / gain.mean()), dim=tuple(axes)).real
+    return filtered
 
 
 def find_channels(latent: torch.Tensor, count: int | None) -> int:
@@ -80,7 +81,8 @@ def find_token_grid(arguments: Arguments, tokens: int) -> tuple[int, ...]:
     ids = arguments.get("img_ids")
     if isinstance(ids, torch.Tensor):
         ids = (ids.flatten(0, -2).amax(0) + 1).tolist()
-    for found in ([arguments.get(name) for name in ("num_frames", "height", "width")], shape, ids):
+    sizes: Any = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    for found in (sizes, shape, ids):
         if found and None not in found and prod(found) == tokens:
             return tuple(int(size) for size in found)
     return (tokens,)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 ArgumentKey = int | str  # the position or the keyword an argument is passed under
 
 _TIMESTEP_NAMES = ("timestep", "timesteps", "vision_timesteps", "t", "time", "noise_level")
-_LATENT_NAMES = ("hidden_states", "x", "vision_tokens", "sample", "latents")
+_LATENT_NAMES = ("hidden_states", "x", "vision_tokens", "decoder_input_tokens", "sample", "latents")
 _CONDITIONING_WORDS = ("encoder", "pooled", "prompt", "text", "txt", "caption", "cap_", "context", "class_label", "llm")
 _NOT_CONDITIONING_WORDS = ("_ids", "mask", "_len", "_seq", "indices", "indexes", "rope")
 
