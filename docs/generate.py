@@ -66,6 +66,7 @@ def pages() -> dict[Path, str]:
     """Every file that has generated text, with the content it should have."""
     docs = ROOT / "docs"
     methods = {"teacache": "tea_cache", "magcache": "mag_cache", "cache-dit": "cache_dit"}
+    methods |= {name: name for name in ("easy_cache", "sea_cache", "first_block", "taylor_seer", "spectrum")}
     by_method = {docs / "methods" / f"{page}.md": settings(method) for page, method in methods.items()}
     return {
         docs / "models.md": models_page(),

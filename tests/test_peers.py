@@ -9,6 +9,7 @@ import torch
 from diffusers import FluxPipeline
 
 import holdover
+from constant_free import HOLD
 from holdover.models.inputs import iter_tensors
 from tiny.models import MODELS, with_timestep
 from tiny.pipelines import PIPELINES, run
@@ -40,8 +41,11 @@ def test_flux2_held_step_is_not_a_bypass_of_the_transformer(name):
     assert (held - plain).norm() < 0.5 * (bypass - plain).norm()
 
 
-@pytest.mark.parametrize("branches", [1, 2, 3])
-def test_branches_never_share_a_state(branches):
+@pytest.mark.parametrize(
+    ("branches", "method", "settings"),
+    [*((n, "mag_cache", MAG) for n in (1, 2, 3)), *((3, method, HOLD[method]) for method in HOLD)],
+)
+def test_branches_never_share_a_state(branches, method, settings):
     """One model with one cache does for each branch what a copy of the model with a separate cache does."""
     tiny = MODELS["FluxTransformer2DModel"]
     words = [tiny.inputs(seed=seed) for seed in range(branches)]
@@ -59,12 +63,16 @@ def test_branches_never_share_a_state(branches):
         return latent
 
     with torch.no_grad():
-        caches = [holdover.enable(each, "mag_cache", **MAG) for each in copies]
+        caches = [holdover.enable(each, method, **settings) for each in copies]
+        for cache, each in zip(caches, copies, strict=True):
+            cache.refresh(each, 12)
         apart = guided(copies)
         for cache in caches:
             cache.disable()
-        with holdover.enable(model, "mag_cache", **MAG) as cache:
+        with holdover.enable(model, method, **settings) as cache:
+            cache.refresh(model, 12)
             together = guided([model] * branches)
+            assert cache.stats().held > 0
             assert len(cache.stats().last.branches) == branches
     assert torch.equal(together, apart)
 

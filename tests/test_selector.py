@@ -14,6 +14,11 @@ from holdover.engine.backend import NoneBackend
 from holdover.engine.method import NoneConfig
 from holdover.errors import ConfigError, NotEnabledError
 from holdover.magcache import MagCacheBackend, MagCacheConfig
+from holdover.methods.easy_cache import EasyCacheBackend, EasyCacheConfig
+from holdover.methods.first_block import FirstBlockBackend, FirstBlockConfig
+from holdover.methods.sea_cache import SeaCacheBackend, SeaCacheConfig
+from holdover.methods.spectrum import SpectrumBackend, SpectrumConfig
+from holdover.methods.taylor_seer import TaylorSeerBackend, TaylorSeerConfig
 from holdover.plan import PlanBackend, PlanConfig
 from holdover.selector import backend_class, backend_for_config, config_class, get_cache_backend, methods, own_config
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig
@@ -23,6 +28,11 @@ METHODS: dict[str, tuple[type[CacheBackend], type[Config]]] = {
     "mag_cache": (MagCacheBackend, MagCacheConfig),
     "cache_dit": (CacheDiTBackend, CacheDiTConfig),
     "plan": (PlanBackend, PlanConfig),
+    "easy_cache": (EasyCacheBackend, EasyCacheConfig),
+    "sea_cache": (SeaCacheBackend, SeaCacheConfig),
+    "first_block": (FirstBlockBackend, FirstBlockConfig),
+    "taylor_seer": (TaylorSeerBackend, TaylorSeerConfig),
+    "spectrum": (SpectrumBackend, SpectrumConfig),
     "none": (NoneBackend, NoneConfig),
 }
 REAL = [name for name in METHODS if name != "none"]
@@ -117,7 +127,8 @@ def test_unknown_and_impossible_settings_are_errors(name: str) -> None:
     with pytest.raises(ConfigError, match="has no setting 'treshold'"):
         get_cache_backend(name, {"treshold": 0.1})
     keys = {"tea_cache": "rel_l1_thresh", "mag_cache": "mag_threshold", "cache_dit": "residual_diff_threshold"}
-    key = keys.get(name, "budget")
+    keys |= {"plan": "budget", "taylor_seer": "interval", "spectrum": "interval"}
+    key = keys.get(name, "threshold")
     with pytest.raises(ConfigError, match=f"{key} must be at least"):
         get_cache_backend(name, {key: -1})
 

@@ -38,6 +38,11 @@ OTHERS: dict[str, Table] = {
     "diffusers MagCache": rows.diffusers_mag,
     "tea_cache": rows.tea_cache,
     "mag_cache": rows.mag_cache,
+    "easy_cache": rows.easy_cache,
+    "sea_cache": rows.sea_cache,
+    "first_block": rows.first_block,
+    "taylor_seer": rows.taylor_seer,
+    "spectrum": rows.spectrum,
 }
 
 

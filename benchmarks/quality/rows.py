@@ -1,6 +1,6 @@
 """The rows of the main table: plans, fewer steps, and other methods with the best settings that a search finds.
 
-Counted are steps on which all blocks run. Held steps are not free: first-block methods (DBCache, first-block) run
+Counted are steps on which all blocks run. Held steps are not free: first-block methods (DBCache, first_block) run
 their first blocks, tea_cache runs the first block's modulation, and diffusers' TaylorSeer by default holds attention
 alone. None of that is charged to them.
 """
@@ -23,6 +23,8 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConf
 
 from holdover.grid import Grid
 from holdover.plan.search import growing, uniform
+from holdover.policies.base import schedule
+from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import Profile
 
@@ -273,6 +275,78 @@ def _add_scheduled(search: Search, budgets: Budgets, order: int | None) -> None:
     for budget in budgets:
         intervals = list(_intervals(search.sampling.steps, budget))[: search.bench.scale.tries]
         search.add_all(db_cache(order, warm_up, longest, ALWAYS) for warm_up, longest in intervals)
+
+
+def easy_cache(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """EasyCache, its threshold searched after short and long warm-ups."""
+    search = Search(bench, sampling)
+    for warm_up in (1, 3, 5)[: bench.scale.tries]:
+        make = partial(_with_threshold, "easy_cache", warmup_steps=warm_up)
+        bisect(search, make, budgets, (1e-3, 30.0))
+    return search.rows(budgets)
+
+
+def sea_cache(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """SeaCache, its threshold searched with residuals held and extrapolated."""
+    search = Search(bench, sampling)
+    for order in (0, 1):
+        bisect(search, partial(_with_threshold, "sea_cache", order=order), budgets, (1e-3, 30.0))
+    return search.rows(budgets)
+
+
+def first_block(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """First-block cache, its threshold searched after short and long warm-ups."""
+    search = Search(bench, sampling)
+    for warm_up in (0, 4)[: bench.scale.tries]:
+        make = partial(_with_threshold, "first_block", warmup_steps=warm_up)
+        bisect(search, make, budgets, (1e-3, 3.0))
+    return search.rows(budgets)
+
+
+def _with_threshold(method: str, threshold: float, **settings: Any) -> Method:
+    return cached(method, method, threshold=threshold, **settings)
+
+
+def taylor_seer(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """TaylorSeer: order and quantity first, then warm-up steps; the shortest interval within the budget."""
+    search = Search(bench, sampling)
+
+    def make(budget: int, warm_up: int, **chosen: Any) -> Method:
+        found = (n for n in range(1, sampling.steps) if _count_computed(sampling.steps, warm_up, n, 0.0) <= budget)
+        interval = next(found, sampling.steps)
+        return cached("taylor_seer", "taylor_seer", interval=interval, warmup_steps=warm_up, **chosen)
+
+    for budget in budgets:
+        kinds = product((1, 2), ("output", "residuals"))
+        search.add_all(make(budget, min(3, budget), order=order, quantity=quantity) for order, quantity in kinds)
+        best = search.best(budget).method.settings
+        chosen = {"order": best["order"], "quantity": best["quantity"]}
+        search.add_all(make(budget, warm_up, **chosen) for warm_up in _warm_ups(budget)[: bench.scale.tries])
+    return search.rows(budgets)
+
+
+def spectrum(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """Spectrum: share and quantity first, then warm-up steps; the slowest growth within the budget."""
+    search = Search(bench, sampling)
+
+    def make(budget: int, warm_up: int, **chosen: Any) -> Method:
+        found = (g / 20 for g in range(1000) if _count_computed(sampling.steps, warm_up, 2.0, g / 20) <= budget)
+        growth = next(found, float(sampling.steps))
+        return cached("spectrum", "spectrum", growth=growth, warmup_steps=warm_up, **chosen)
+
+    for budget in budgets:
+        kinds = product((0.5, 1.0), ("output", "residuals"))
+        search.add_all(make(budget, min(5, budget - 1), share=share, quantity=q) for share, q in kinds)
+        best = search.best(budget).method.settings
+        chosen = {"share": best["share"], "quantity": best["quantity"]}
+        search.add_all(make(budget, warm_up, **chosen) for warm_up in _warm_ups(budget)[: bench.scale.tries])
+    return search.rows(budgets)
+
+
+def _count_computed(steps: int, warm_up: int, interval: float, growth: float) -> int:
+    """The computed steps of TaylorSeer's and Spectrum's schedules."""
+    decisions = schedule(IntervalPolicy(warm_up, interval, growth, Grid(steps)), Grid(steps))
+    return sum(decision.compute for decision in decisions)
 
 
 def mag_settings(ratios: Sequence[Ratios], budgets: Budgets) -> dict[int, list[MagSettings]]:

@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from .errors import UntraceableError as UntraceableError
     from .magcache import MagCacheBackend as MagCacheBackend
     from .magcache import MagCacheConfig as MagCacheConfig
+    from .methods.easy_cache import EasyCacheBackend as EasyCacheBackend
+    from .methods.easy_cache import EasyCacheConfig as EasyCacheConfig
+    from .methods.first_block import FirstBlockBackend as FirstBlockBackend
+    from .methods.first_block import FirstBlockConfig as FirstBlockConfig
+    from .methods.sea_cache import SeaCacheBackend as SeaCacheBackend
+    from .methods.sea_cache import SeaCacheConfig as SeaCacheConfig
+    from .methods.spectrum import SpectrumBackend as SpectrumBackend
+    from .methods.spectrum import SpectrumConfig as SpectrumConfig
+    from .methods.taylor_seer import TaylorSeerBackend as TaylorSeerBackend
+    from .methods.taylor_seer import TaylorSeerConfig as TaylorSeerConfig
     from .models.registry import Family as Family
     from .models.registry import Signal as Signal
     from .models.registry import register_extractor as register_extractor
@@ -69,6 +79,11 @@ _PUBLIC = {
     "errors": "ConfigError EnableError HoldoverError HoldoverWarning NotEnabledError ProfileError "
     "UnsupportedModelError UntraceableError",
     "magcache": "MagCacheBackend MagCacheConfig",
+    "methods.easy_cache": "EasyCacheBackend EasyCacheConfig",
+    "methods.first_block": "FirstBlockBackend FirstBlockConfig",
+    "methods.sea_cache": "SeaCacheBackend SeaCacheConfig",
+    "methods.spectrum": "SpectrumBackend SpectrumConfig",
+    "methods.taylor_seer": "TaylorSeerBackend TaylorSeerConfig",
     "models.registry": "Family Signal register_extractor register_family unregister_extractor unregister_family",
     "plan": "PlanBackend PlanConfig calibrate polish tune",
     "profiles": "Profile",

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
     from .engine.parallel import Ranks
     from .magcache import MagCacheBackend, MagCacheConfig
+    from .methods.easy_cache import EasyCacheBackend, EasyCacheConfig
+    from .methods.first_block import FirstBlockBackend, FirstBlockConfig
+    from .methods.sea_cache import SeaCacheBackend, SeaCacheConfig
+    from .methods.spectrum import SpectrumBackend, SpectrumConfig
+    from .methods.taylor_seer import TaylorSeerBackend, TaylorSeerConfig
     from .plan import PlanBackend, PlanConfig
     from .teacache import TeaCacheBackend, TeaCacheConfig
 
@@ -29,13 +34,23 @@ def enable(pipe: Any, method: Literal["cache_dit"] | CacheDiTConfig, /, **settin
 @overload
 def enable(pipe: Any, method: Literal["plan"] | PlanConfig, /, **settings: Any) -> PlanBackend: ...
 @overload
+def enable(pipe: Any, method: Literal["easy_cache"] | EasyCacheConfig, /, **settings: Any) -> EasyCacheBackend: ...
+@overload
+def enable(pipe: Any, method: Literal["sea_cache"] | SeaCacheConfig, /, **settings: Any) -> SeaCacheBackend: ...
+@overload
+def enable(pipe: Any, method: Literal["first_block"] | FirstBlockConfig, /, **settings: Any) -> FirstBlockBackend: ...
+@overload
+def enable(pipe: Any, method: Literal["taylor_seer"] | TaylorSeerConfig, /, **settings: Any) -> TaylorSeerBackend: ...
+@overload
+def enable(pipe: Any, method: Literal["spectrum"] | SpectrumConfig, /, **settings: Any) -> SpectrumBackend: ...
+@overload
 def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
 def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **settings: Any) -> CacheBackend:
     """Enable a cache on a pipeline or a transformer and return it.
 
-    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"none"`) with its settings as
-    keywords, or a config object. `ranks` are the process groups that one request runs on; they are needed only if the
-    transformer itself does not show them.
+    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"easy_cache"`, `"sea_cache"`,
+    `"first_block"`, `"taylor_seer"`, `"spectrum"`, `"none"`) with its settings as keywords, or a config object. `ranks`
+    are the process groups that one request runs on; they are needed only if the transformer itself does not show them.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)

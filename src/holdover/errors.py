@@ -54,6 +54,10 @@ class HoldoverWarning(UserWarning):
     """Something works, but perhaps not as expected."""
 
 
+# For errors of methods whose constants are missing.
+WITHOUT_CONSTANTS = "easy_cache, sea_cache, spectrum, first_block and plan need no constants."
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'mag_threshold'?"`, or an empty string if no known name is similar."""
     name, known = str(name), sorted(known)

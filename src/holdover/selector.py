@@ -17,6 +17,11 @@ BACKENDS = {
     "mag_cache": ("holdover.magcache", "MagCacheBackend"),
     "cache_dit": ("holdover.cache_dit_backend", "CacheDiTBackend"),
     "plan": ("holdover.plan", "PlanBackend"),
+    "easy_cache": ("holdover.methods.easy_cache", "EasyCacheBackend"),
+    "sea_cache": ("holdover.methods.sea_cache", "SeaCacheBackend"),
+    "first_block": ("holdover.methods.first_block", "FirstBlockBackend"),
+    "taylor_seer": ("holdover.methods.taylor_seer", "TaylorSeerBackend"),
+    "spectrum": ("holdover.methods.spectrum", "SpectrumBackend"),
     "none": ("holdover.engine.backend", "NoneBackend"),
 }
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import holdover
+from constant_free import HOLD
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 28
@@ -15,6 +16,13 @@ METHODS = {
     "mag_cache": ({"mag_ratios": [1.01] * STEPS, "mag_threshold": 0.5, "mag_max_skip_steps": 2}, 2),
     "tea_cache": ({"rel_l1_thresh": 0.6}, 2),
     "plan": ({"schedule": tuple(range(0, STEPS, 4)), "predictor": "newton"}, 1),
+}
+FREE = {
+    "easy_cache": (HOLD["easy_cache"], 1),
+    "sea_cache": ({"threshold": 0.3}, 2),
+    "first_block": ({"threshold": 0.3}, 2),
+    "taylor_seer": (HOLD["taylor_seer"] | {"quantity": "residuals"}, 2),
+    "spectrum": (HOLD["spectrum"], 1),
 }
 TINY = PIPELINES["FluxPipeline"]
 
@@ -26,7 +34,7 @@ def result(pipe):
 @pytest.fixture(scope="module")
 def expected():
     found = {}
-    for method, (settings, _) in METHODS.items():
+    for method, (settings, _) in (METHODS | FREE).items():
         pipe = TINY.build()
         with holdover.enable(pipe, method, **settings):
             found[method] = result(pipe)
@@ -40,13 +48,14 @@ def compile_whole(pipe, way, backend="eager", **options):
         pipe.transformer = torch.compile(pipe.transformer, backend=backend, **options)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("way", ["in place", "wrapped"])
-@pytest.mark.parametrize("method", sorted(METHODS))
+WAYS = [(method, way, order) for method in METHODS for way in ("in place", "wrapped") for order in ("before", "after")]
+
+
+@pytest.mark.parametrize(("method", "way", "order"), [*WAYS, *((method, "in place", "after") for method in FREE)])
 def test_no_step_is_compiled_twice(method, way, order, expected):
     torch._dynamo.reset()
     counters.clear()
-    settings, graphs = METHODS[method]
+    settings, graphs = (METHODS | FREE)[method]
     pipe = TINY.build()
     if order == "before":
         compile_whole(pipe, way)
@@ -73,12 +82,12 @@ def test_enabling_again_compiles_nothing(method, expected):
     assert counters["stats"]["unique_graphs"] == 0
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(METHODS | FREE))
 def test_a_full_graph_is_possible(method, expected):
     torch._dynamo.reset()
     pipe = TINY.build()
     compile_whole(pipe, "in place", fullgraph=True)
-    with holdover.enable(pipe, method, **METHODS[method][0]):
+    with holdover.enable(pipe, method, **(METHODS | FREE)[method][0]):
         assert torch.equal(result(pipe), expected[method])
 
 

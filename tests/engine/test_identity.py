@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import holdover
+from constant_free import HOLD as HOLD_FREE
+from constant_free import NOTHING as NOTHING_FREE
 from snapshots import denoiser, differences
 from tiny.pipelines import PIPELINES, run
 
@@ -53,6 +55,25 @@ def test_held_generation(built, method, settings):
     assert all(report.ok and report.max_error < 1e-5 for report in replayed)
     assert generation.held_total > 0
     assert not cache.is_enabled()
+    assert differences(before, denoiser(pipe)) == []
+    assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain)
+
+
+def test_methods_without_constants(built):
+    """One test for all, which runs two generations of each method and one for the undo of all."""
+    tiny, pipe, plain = built
+    before = denoiser(pipe)
+    for method, settings in NOTHING_FREE.items():
+        with holdover.enable(pipe, method, **settings) as cache:
+            assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain), method
+            assert cache.stats().held == 0
+            with cache.using(**HOLD_FREE[method]):
+                held = run(pipe, **tiny.call(steps=STEPS))
+            generation = cache.stats().last
+            assert all(report.ok and report.max_error < 1e-5 for report in cache.reports().values()), method
+        assert torch.isfinite(held).all(), method
+        assert not torch.equal(held, plain), method
+        assert {f.computed for f in generation.forwards} == {True, False}, method
     assert differences(before, denoiser(pipe)) == []
     assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain)
 

@@ -13,6 +13,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 import holdover
+from constant_free import HOLD
 from holdover.engine.state import BranchState
 from holdover.engine.storage import HeldTensors
 from tiny.pipelines import PIPELINES, run
@@ -72,6 +73,27 @@ def test_after_an_exception_inside_a_forward_the_next_generation_is_exact(flux, 
             run(pipe, **tiny.call(steps=12, seed=3))
         hook.remove()
         assert torch.equal(run(pipe, **tiny.call(steps=12, seed=7)), expected)
+
+
+@pytest.mark.parametrize("method", HOLD)
+def test_methods_without_constants_leave_nothing_of_an_aborted_generation(method):
+    """An exception in the second branch of a step."""
+    tiny = PIPELINES["FluxPipeline[true_cfg]"]
+    pipe, calls = tiny.build(), []
+
+    def stop(module, inputs):
+        calls.append(module)
+        if len(calls) == 4:
+            raise StopHereError
+
+    with holdover.enable(pipe, method, **HOLD[method]) as cache:
+        expected = run(pipe, **tiny.call(steps=8, seed=7))
+        assert cache.stats().held > 0
+        hook = pipe.transformer.proj_out.register_forward_pre_hook(stop)
+        with pytest.raises(StopHereError):
+            run(pipe, **tiny.call(steps=8, seed=3))
+        hook.remove()
+        assert torch.equal(run(pipe, **tiny.call(steps=8, seed=7)), expected)
 
 
 def test_every_step_count_gets_its_own_schedule(flux):

@@ -6,6 +6,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdover
+from constant_free import HOLD
 from tiny.pipelines import PIPELINES, run
 
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero"}
@@ -47,6 +48,8 @@ CASES = [
     ("FluxPipeline[true_cfg]", "plan", {"schedule": (0, 4, 8)}),
     ("WanPipeline", "tea_cache", {"coefficients": [1.0, 0.0], "rel_l1_thresh": 3.0}),
     ("CogVideoXPipeline", "tea_cache", {"coefficients": [1.0, 0.0], "rel_l1_thresh": 3.0}),
+    *(("FluxPipeline[true_cfg]", method, HOLD[method]) for method in ("taylor_seer", "spectrum")),
+    ("FluxPipeline", "spectrum", HOLD["spectrum"] | {"quantity": "residuals"}),
 ]
 
 
@@ -62,10 +65,14 @@ def test_a_static_schedule_adds_no_read(name, method, settings):
     assert cached <= plain
 
 
-def test_a_data_signal_reads_one_scalar_a_step():
+DATA = [("tea_cache", {"rel_l1_thresh": 0.6}), *((m, HOLD[m]) for m in ("easy_cache", "sea_cache", "first_block"))]
+
+
+@pytest.mark.parametrize(("method", "settings"), DATA)
+def test_a_data_signal_reads_one_scalar_a_step(method, settings):
     tiny = PIPELINES["FluxPipeline"]
     pipe = tiny.build()
     plain = reads(pipe, tiny)
-    with holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.6):
+    with holdover.enable(pipe, method, **settings):
         run(pipe, **tiny.call(steps=12))
         assert 0 < reads(pipe, tiny) - plain <= 11

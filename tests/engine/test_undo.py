@@ -13,12 +13,13 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 import holdover
+from constant_free import HOLD
 from snapshots import denoiser, differences, snapshot
 from tiny.models import MODELS
 from tiny.pipelines import PIPELINES, run
 
 NAMES = ["FluxPipeline[true_cfg]", "StableDiffusion3Pipeline", "WanPipeline[2.2]", "ZImagePipeline", "WanVACEPipeline"]
-METHODS = [("tea_cache", {"coefficients": [1.0, 0.0]}), ("mag_cache", {"mag_ratios": [1.01] * 8})]
+METHODS = [("tea_cache", {"coefficients": [1.0, 0.0]}), ("mag_cache", {"mag_ratios": [1.01] * 8}), *HOLD.items()]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import holdover
+from constant_free import HOLD
 from holdover.cli import app
 from holdover.engine.verify import ReplayReport
 from holdover.support import support_of, supported
@@ -30,6 +31,7 @@ STEPS = 6
 WRITES = [name for name in MODELS if name.endswith("[kv]")]
 SHIPPED_ROWS = json.loads(TABLE.read_text())["classes"]
 HELD = [name for name in MODELS if name not in WRITES]
+ONE_BLOCK = ["FluxTransformer2DModel[one_double]"]
 
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}" for kind in ("FutureWarning", "DeprecationWarning")))
 
@@ -69,8 +71,25 @@ def test_a_generation(name):
         assert "hh" in trace
         assert "hhh" not in trace
     assert all(torch.isfinite(output).all() for output in held)
+    for method in HOLD:
+        check_without_constants(tiny, model, plain, method)
     assert set(differences(before, snapshot(model))) <= changing
     assert_same(run_generation(tiny, model, STEPS), plain)
+
+
+def check_without_constants(tiny, model, plain, method):
+    """Computed steps are bit-identical to the plain model, held ones finite, and what is held replays."""
+    with holdover.enable(model, method, **HOLD[method]) as cache:
+        if method == "first_block" and tiny.name in ONE_BLOCK:
+            with pytest.raises(holdover.UnsupportedModelError, match="has a single block"):
+                run_generation(tiny, model, STEPS)
+            return
+        outputs, trace = run_generation(tiny, model, STEPS), cache.stats().last.trace("cond")
+        assert cache.reports()["transformer"].max_error < 1e-5
+    assert trace.count("h") >= 2
+    for kind, output, expected in zip(trace, outputs, plain, strict=True):
+        assert torch.isfinite(output).all()
+        assert kind == "h" or torch.equal(output, expected)
 
 
 def find_own_changes(tiny, model):

@@ -44,6 +44,12 @@ HOLDING = {
     "holdover_mag_cache": MAG | {"mag_threshold": 0.5},
     "holdover_cache_dit": {"residual_diff_threshold": 5.0, "max_warmup_steps": 2},
 }
+for _method, _settings in {"easy_cache": {"warmup_steps": 2}, "sea_cache": {}, "first_block": {}}.items():
+    NOTHING[f"holdover_{_method}"] = {"threshold": 0.0}
+    HOLDING[f"holdover_{_method}"] = _settings | {"threshold": 10.0}
+for _method in ("taylor_seer", "spectrum"):
+    NOTHING[f"holdover_{_method}"] = {"interval": 1, "growth": 0.0}
+    HOLDING[f"holdover_{_method}"] = {"interval": 3, "warmup_steps": 2}
 TOKENS, WIDTH = 8, 16
 SIZES = {"in_channels": WIDTH, "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": WIDTH}
 SIZES |= {"pooled_projection_dim": WIDTH, "axes_dims_rope": (4, 2, 2)}

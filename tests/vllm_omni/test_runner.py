@@ -9,6 +9,7 @@ import pytest
 import torch
 from omni_pipelines import DiffusersInside, Loop
 
+import constant_free
 import holdover
 from holdover.errors import UnsupportedModelError
 from tiny.pipelines import run
@@ -28,6 +29,8 @@ NOTHING = {
     "holdover_mag_cache": {"mag_ratios": RATIOS, "mag_threshold": 0.0},
     "holdover_cache_dit": {"residual_diff_threshold": 0.0},
 }
+HOLDING |= {f"holdover_{method}": settings for method, settings in constant_free.HOLD.items()}
+NOTHING |= {f"holdover_{method}": settings for method, settings in constant_free.NOTHING.items()}
 NAMES = ["FluxPipeline", "QwenImagePipeline", "WanPipeline[2.2]"]
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError, UntraceableError
 from ..models.inputs import ArgumentKey, bind_arguments, get_argument
+from ..models.registry import BlockSignal
 from ..models.trace import Stack, StreamLink, Trace
 from ..policies.base import Decision
 from .output import OutputRunner
@@ -304,28 +305,43 @@ class HoldPass(StackPass):
 
 
 class DecidePass(BlockPass):
-    """Runs the blocks before the stack's first, where `choose` reads a signal and returns the pass to continue with."""
+    """Runs the blocks before the stack's first, reads a signal there, and continues as the pass that `choose` returns.
 
-    def __init__(self, stack: Stack, choose: Callable[[nn.Module, dict[str, Any]], StackPass]) -> None:
+    With `read`, the signal is computed from the arguments of that block, before it runs. Without, the block runs at
+    every step, and the signal is what it adds to the main stream.
+    """
+
+    def __init__(self, stack: Stack, read: BlockSignal | None, choose: Callable[[torch.Tensor], StackPass]) -> None:
         super().__init__()
         self.lists = frozenset(stack.lists)
-        self._stack, self._choose, self._position = stack, choose, 0
+        self._stack, self._read, self._choose, self._position = stack, read, choose, 0
         self.chosen: StackPass | None = None
 
     def make_proxies(self, name: str, modules: list[Any], traced: bool) -> Iterable[Any]:
         return _DecidedLoop(self, name, modules)
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.chosen is None:
-            if self._position < self._stack.head:
-                expected = self._stack.calls[self._position]
-                if (expected.blocks, expected.index) != (blocks, index):
-                    raise DivergedError
-                self._position += 1
-                return block(*args, **kwargs)
-            self.chosen = self._choose(block, bind_arguments(type(block), args, kwargs))
-            self.chosen.position = self._position
-        return self.chosen.call(blocks, index, block, args, kwargs)
+        if self.chosen is None and self._position == self._stack.head and self._read is not None:
+            with onloaded(block):
+                signal = self._read(block, bind_arguments(type(block), args, kwargs))
+            self._continue(signal)
+        if self.chosen is not None:
+            return self.chosen.call(blocks, index, block, args, kwargs)
+        site = self._stack.calls[self._position]
+        if (site.blocks, site.index) != (blocks, index):
+            raise DivergedError
+        output = block(*args, **kwargs)
+        self._position += 1
+        if self._position > self._stack.head:
+            link = self._stack.find_main_link(site)
+            assert link is not None
+            added = (output if site.width else (output,))[link.slot] - get_argument(args, kwargs, link.key)
+            self._continue(added)
+        return output
+
+    def _continue(self, signal: torch.Tensor) -> None:
+        self.chosen = self._choose(signal)
+        self.chosen.position = self._position
 
     def finish(self) -> None:
         if self.chosen is None:
@@ -412,7 +428,8 @@ class BlockRunner:
             return self._whole.run(call)
         if any(isinstance(value, (list, tuple, dict)) for value in (*call.args, *call.kwargs.values())):
             call.keep_inputs()
-        structure, groups = (call.structure, call.signal is not None, call.state.passes), self._transformer.groups
+        reads_residual = None if call.signal is None else call.signal.of_residual is not None
+        structure, groups = (call.structure, reads_residual, call.state.passes), self._transformer.groups
         path = self._transformer.paths.get(structure)
         try:
             if path is None or groups.shards is not None:
@@ -475,26 +492,26 @@ class BlockRunner:
         A compiled forward cannot wait for a decision in its middle: it is run uncompiled up to that block first.
         """
         assert call.signal is not None
-        read, decided = call.signal, choose(None) if call.reads_late else None
+        of_residual, decided = call.signal.of_residual, choose(None) if call.reads_late else None
 
-        def choose_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
-            with onloaded(block):
-                signal = read(block, arguments)
+        def choose_at_first_block(value: torch.Tensor) -> StackPass:
+            signal = value if of_residual is None else of_residual(value)
             if decided is None:
                 return choose(signal)
             call.observe_signal(signal)
             return decided
 
         if not self._transformer.compiled:
-            return DecidePass(stack, choose_at_first_block)
+            return DecidePass(stack, call.signal.of_block, choose_at_first_block)
         chosen: list[StackPass] = []
 
-        def stop_at_first_block(block: nn.Module, arguments: dict[str, Any]) -> StackPass:
-            chosen.append(choose_at_first_block(block, arguments))
+        def stop_at_first_block(value: torch.Tensor) -> StackPass:
+            chosen.append(choose_at_first_block(value))
             raise _SignalReadError
 
         try:
-            eager, pass_ = self._transformer.call_eager, DecidePass(stack, stop_at_first_block)
+            eager = self._transformer.call_eager
+            pass_ = DecidePass(stack, call.signal.of_block, stop_at_first_block)
             call.repeat(partial(self._transformer.run, pass_, eager))
         except _SignalReadError:
             return chosen[0]
@@ -505,7 +522,12 @@ class BlockRunner:
         pass_, plain = TracePass(), self._transformer.eager_call(call.plain)
         call.repeat(partial(self._transformer.run, pass_, plain))
         stack = pass_.trace.build_stack(self._transformer.family.head)
-        begin = stack.head if call.signal is not None else 0
+        begin = 0 if call.signal is None else stack.head if call.signal.of_residual is None else stack.head + 1
+        if begin >= len(stack.calls):
+            raise UnsupportedModelError(
+                f"{self._transformer.class_name} has a single block, and this method runs the first one at every step: "
+                "there is nothing to hold. Use a method that holds the output, such as easy_cache or spectrum."
+            )
         path = self._transformer.paths[structure] = CallPath(stack, begin, call.state.passes, not pass_.class_tested)
         return path
 

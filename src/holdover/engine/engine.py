@@ -114,7 +114,9 @@ class Engine:
             if method.holds:
                 refuse_other_caches(transformer.core)
             notes += method.prepare(transformer, self.pipeline)
-            if method.signal(transformer) not in (None, INPUT_SIGNAL) and has_fsdp_wrappers(transformer.module):
+            signal = method.signal(transformer)
+            reads_weights = signal is not None and (signal.of_block is not None or signal.of_time is not None)
+            if reads_weights and signal != INPUT_SIGNAL and has_fsdp_wrappers(transformer.module):
                 raise EnableError(
                     f"The weights of this {transformer.class_name} are in FullyShardedDataParallel's wrappers, outside "
                     "of which the signal of its blocks cannot be read. Shard it with fully_shard, use another method, "

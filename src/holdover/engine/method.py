@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol
 
+import torch
+
 from ..config import Config, ConfigT
 from ..grid import Grid
 from ..models.registry import Signal
@@ -14,7 +16,9 @@ from ..predictors import Predictor
 from .blocks import BlockPasses, BlockRunner
 from .clock import SchedulerStep
 from .output import ExtractorRunner
-from .state import HOLD, ComputedForward, ForwardCall, Outcome
+from .parallel import Groups
+from .signals import SignalReading
+from .state import HOLD, BranchState, ComputedForward, ForwardCall, Outcome
 from .storage import ON_DEVICE, Storage
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ class Method(ABC, Generic[ConfigT]):
     observes = False  # whether `observe` is called
     follows = False  # whether `on_scheduler_step` is called
     reads_late = False  # whether a signal is read after the decision, at computed steps only
+    compares_computed = False  # whether a signal is compared with that of the last computed step, not of the last step
     storage: Storage = ON_DEVICE
 
     def __init__(self, config: ConfigT) -> None:
@@ -72,6 +77,10 @@ class Method(ABC, Generic[ConfigT]):
     def signal(self, transformer: CachedTransformer) -> Signal | None:
         """The signal the policy needs, if it needs one."""
         return None
+
+    def read_signal(self, value: torch.Tensor, state: BranchState, groups: Groups) -> SignalReading:
+        """Keep a signal, and start to read its change since the last reading of this branch."""
+        return SignalReading(value, state.signal, groups)
 
     def on_start(self) -> None:
         """A generation starts."""

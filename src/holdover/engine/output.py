@@ -36,20 +36,33 @@ class OutputRunner:
         if not decision.compute:
             predicted = call.state.predict(call.step)
             assert isinstance(predicted, HeldOutput)
-            return Outcome(predicted.build_output(), decision, None)
+            return Outcome(self.replay(call, predicted), decision, None)
         if call.structure not in self._verified:
             call.keep_inputs()
         output = call.plain(*call.args, **call.kwargs)
-        held = HeldOutput.copy_of(output)
+        held = self.hold(call, output)
         if not known_to_shards(self._transformer.groups, call.structure in self._verified):
             self._verify(call, held)
         return Outcome(output, decision, held)
+
+    def hold(self, call: ForwardCall, output: Any) -> HeldOutput:
+        """What is held of a computed forward."""
+        return HeldOutput.copy_of(output)
+
+    def replay(self, call: ForwardCall, held: HeldOutput) -> Any:
+        """The output of a forward that is held."""
+        return held.build_output()
 
     def _read_signal(self, call: ForwardCall) -> torch.Tensor | None:
         """The model's input: the only signal there is without blocks."""
         if call.signal is None:
             return None
-        if call.signal is not INPUT_SIGNAL.of_block:
+        if call.signal.of_residual is not None:
+            raise UnsupportedModelError(
+                f"The blocks of this {self._transformer.class_name} cannot be traced, so its first block cannot be run "
+                "alone. Use a method that holds the output, such as easy_cache or spectrum."
+            )
+        if call.signal != INPUT_SIGNAL:
             raise UnsupportedModelError(
                 f"The blocks of this {self._transformer.class_name} cannot be traced, so their signal cannot be read. "
                 'Measure coefficients with signal="input" and use them.'
@@ -63,7 +76,7 @@ class OutputRunner:
             f"{transformer.class_name} gives another output for the same input each time, and its blocks cannot be "
             "traced: its steps cannot be held."
         )
-        verify_output(transformer, again, held.build_output(), WHOLE, problem)
+        verify_output(transformer, again, self.replay(call, held), WHOLE, problem)
         self._verified[call.structure] = None
         transformer.notes.add(f"{transformer.name}: {WHOLE}")
 

@@ -12,11 +12,12 @@ import torch
 from ..errors import UnsupportedModelError
 from ..grid import Grid
 from ..models.inputs import copy_containers, iter_tensors
-from ..models.registry import BlockSignal, Signal
+from ..models.registry import Signal
 from ..policies.base import NOTHING_HELD, Decision, Policy
 from ..predictors import Hold, Predictor
 from ..stats import GenerationStats
 from .branches import MAX_BRANCHES, Branches, BranchInputs
+from .clock import noisiest
 from .signals import SignalReading, compute_changes, read_time_signal
 from .storage import ON_DEVICE, HeldTensors, RecentDict, Storage
 
@@ -123,8 +124,8 @@ class Generation:
 class ForwardCall:
     """One forward of one branch at one step, with the questions a runner asks about it.
 
-    `signal` reads the policy's signal at the stack's first block; None where the policy needs none, or where the signal
-    depends on the timestep alone.
+    `signal` is the policy's signal if it is read at the stack's first block; None where the policy needs none, or where
+    the signal depends on the inputs alone.
     """
 
     generation: Generation
@@ -138,7 +139,7 @@ class ForwardCall:
     structure: Any
     timestep: Any
     change_of_inputs: Decision | None = None  # why the branch was forgotten before this forward
-    signal: BlockSignal | None = None
+    signal: Signal | None = None
     reads_late: bool = False  # decide before the signal of this step is read
     change: float | None = None
     _signal: Signal | None = None
@@ -176,15 +177,18 @@ class ForwardCall:
                 grid = self.generation.grids[transformer]
                 known[transformer] = compute_changes(transformer, signal.of_time, grid, self.step, self.timestep)
             self._known = known[transformer]
-        self.signal = signal.of_block if self._known is None else None
+        self.signal = None if signal.of_block is None and signal.of_residual is None else signal
         self.reads_late = self.generation.method.reads_late and self._known is None
 
     def decide(self, signal: torch.Tensor | None) -> Decision:
         """Ask the policy, given the signal where it was read."""
         state = self.state
+        before = state.signal
         if self._signal is not None:
             self.change = self._signal_change(signal)
         decision = state.policy.decide(self.step, self.change, state.policy_state)
+        if not decision.compute and self.generation.method.compares_computed:
+            state.signal = before
         return self.change_of_inputs or decision if decision is NOTHING_HELD else decision
 
     def _signal_change(self, signal: torch.Tensor | None) -> float | None:
@@ -192,8 +196,12 @@ class ForwardCall:
         state = self.state
         if self._known is not None:
             return None if state.last_step is None else sum(self._known[state.last_step + 1 : self.step + 1])
-        if signal is None and self._signal is not None and self._signal.of_time is not None:
-            signal = read_time_signal(self.transformer, self._signal.of_time, self.timestep)
+        kind = self._signal
+        assert kind is not None
+        if kind.of_input is not None:
+            signal = kind.of_input(self.transformer.inputs.bind(self.args, self.kwargs), self.noise)
+        elif signal is None and kind.of_time is not None:
+            signal = read_time_signal(self.transformer, kind.of_time, self.timestep)
         if self.reads_late:  # the change at the last step if that was computed: reading it overlaps with its blocks
             computed = state.signal is not None and state.policy_state.anchor == state.last_step
             change = state.signal.change() if state.signal is not None and computed else None
@@ -207,7 +215,20 @@ class ForwardCall:
 
     def observe_signal(self, signal: torch.Tensor) -> None:
         """Keep the signal of this step and start to read its change."""
-        self.state.signal = SignalReading(signal, self.state.signal, self.transformer.groups)
+        self.state.signal = self.generation.method.read_signal(signal, self.state, self.transformer.groups)
+
+    @property
+    def noise(self) -> float:
+        """The noise level of this step, where 1 is pure noise: the scheduler's, or without one the timestep's."""
+        grid, runs_up = self.generation.grids[self.transformer], self.transformer.family.time_runs_up
+        if grid.noise:
+            counts_up = grid.noise[0] < grid.noise[-1]  # a few schedulers do
+            return 1.0 - grid.noise[self.step] if counts_up else grid.noise[self.step]
+        time = noisiest(self.timestep, runs_up)
+        if time is None:
+            return 1.0 - self.step / grid.count
+        time = time if time <= 1.0 else time / 1000.0
+        return 1.0 - time if runs_up else time
 
     def record(self, outcome: Outcome) -> None:
         """Store what was computed, and release what no later step needs."""

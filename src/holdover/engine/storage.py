@@ -177,7 +177,7 @@ class HeldOutput(HeldTuple):
         self._template = template
 
     @classmethod
-    def copy_of(cls, output: Any) -> HeldOutput:
+    def copy_of(cls, output: Any) -> Self:
         """Hold a copy of this output."""
         tensors: list[torch.Tensor | None] = []
         template = map_output(output, lambda tensor: tensors.append(tensor.clone()))

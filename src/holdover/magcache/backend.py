@@ -13,7 +13,7 @@ from ..engine.install import CachedTransformer
 from ..engine.method import BLOCK_PASSES, Method
 from ..engine.state import ComputedForward
 from ..engine.storage import STORAGES
-from ..errors import ConfigError, NotEnabledError
+from ..errors import WITHOUT_CONSTANTS, ConfigError, NotEnabledError
 from ..grid import Grid
 from ..models.inputs import get_module_class
 from ..policies.base import AlwaysCompute, Policy
@@ -41,7 +41,7 @@ def resolve_profile(
         raise ConfigError(
             f"No magnitude ratios ship for {class_name}. Measure them: run a generation under "
             'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
-            'profile="ratios.json".'
+            'profile="ratios.json". ' + WITHOUT_CONSTANTS
         )
     return profile
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 ArgumentKey = int | str  # the position or the keyword an argument is passed under
 
 _TIMESTEP_NAMES = ("timestep", "timesteps", "vision_timesteps", "t", "time", "noise_level")
+_LATENT_NAMES = ("hidden_states", "x", "vision_tokens", "decoder_input_tokens", "sample", "latents")
 _CONDITIONING_WORDS = ("encoder", "pooled", "prompt", "text", "txt", "caption", "cap_", "context", "class_label", "llm")
 _NOT_CONDITIONING_WORDS = ("_ids", "mask", "_len", "_seq", "indices", "indexes", "rope")
 
@@ -64,6 +65,14 @@ class ForwardSignature:
     def get_conditioning(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the conditioning tensors, which distinguish one branch from another."""
         return tuple(iter_tensors([arguments.get(name) for name in self._conditioning]))
+
+    def get_latents(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Return the noisy latents: one tensor, or one per image; without a known name, the first argument with any."""
+        for name in (*_LATENT_NAMES, *self.names):
+            tensors = tuple(t for t in iter_tensors(arguments.get(name)) if t.is_floating_point())
+            if tensors:
+                return tensors
+        raise ValueError("This forward was called without a tensor.")
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -16,25 +16,33 @@ from ..grid import Grid
 Arguments = Mapping[str, Any]
 BlockSignal = Callable[[nn.Module, Arguments], torch.Tensor]
 TimeSignal = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+InputSignal = Callable[[Arguments, float], torch.Tensor]
+ResidualSignal = Callable[[torch.Tensor], torch.Tensor]
 Extractor = Callable[..., CacheContext]
 
 
 @dataclass(frozen=True)
 class Signal:
-    """The tensor TeaCache compares between steps. Give exactly one of the two functions.
+    """The tensor a policy compares between steps. Give exactly one of the functions.
 
     - `of_block(block, arguments)` computes it from the first block of the stack and that call's arguments by name.
     - `of_time(transformer, timesteps)` computes it from the timesteps alone, one row per timestep; the whole schedule
       is then known before step 0.
+    - `of_input(arguments, noise)` computes it from the arguments of the forward by name and the noise level of the
+      step, before anything runs.
+    - `of_residual(residual)` computes it from what the first block of the stack adds to the main stream; that block
+      then runs at every step.
     """
 
     name: str
     of_block: BlockSignal | None = None
     of_time: TimeSignal | None = None
+    of_input: InputSignal | None = None
+    of_residual: ResidualSignal | None = None
 
     def __post_init__(self) -> None:
-        if (self.of_block is None) == (self.of_time is None):
-            raise ValueError(f"Signal {self.name!r} needs exactly one of of_block and of_time.")
+        if [self.of_block, self.of_time, self.of_input, self.of_residual].count(None) != 3:
+            raise ValueError(f"Signal {self.name!r} needs exactly one of of_block, of_time, of_input and of_residual.")
 
 
 def handle_all_steps(pipeline: Any, transformer: nn.Module, grid: Grid) -> Grid:

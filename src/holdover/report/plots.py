@@ -22,7 +22,7 @@ from ..selector import config_class, methods
 PLAN = "plan"
 BASELINES = {"fewer_steps": "fewer steps", "second_order": "fewer steps, second-order solver"}  # names on the page
 _BASELINE_COLORS = {"fewer_steps": "grey", "second_order": "slate"}
-_OTHER_COLORS = ("blue", "green", "brown", "pink", "olive")
+_OTHER_COLORS = ("blue", "green", "indigo", "brown", "pink", "olive", "cyan")
 _INK, _FAINT = "#010203", "#040506"  # placeholders that the colors of the page replace
 _STYLE: Any = {
     "svg.fonttype": "none",

@@ -14,7 +14,7 @@ from ..engine.backend import EngineBackend, find_transformers
 from ..engine.install import CachedTransformer
 from ..engine.method import Method
 from ..engine.storage import STORAGES
-from ..errors import ConfigError, HoldoverWarning, did_you_mean
+from ..errors import WITHOUT_CONSTANTS, ConfigError, HoldoverWarning, did_you_mean
 from ..grid import Grid
 from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
@@ -98,7 +98,8 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
             measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
             raise ConfigError(
                 f"No TeaCache coefficients{measured} ship for {transformer.class_name}. Measure them with "
-                "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]."
+                "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]. "
+                + WITHOUT_CONSTANTS
             )
         if settings.signal not in (None, profile.signal):
             raise ConfigError(
