@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import http
+import itertools
 import json
 import logging
+import re
 from typing import Any
 
 import h11
@@ -22,6 +24,9 @@ from .errors import ApiError
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()  # of connections, in the order in which they were opened
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class ServerConfig(uvicorn.Config):
@@ -36,7 +41,7 @@ class ServerConfig(uvicorn.Config):
             log_config=None,
             access_log=False,
             server_header=False,
-            h11_max_incomplete_event_size=settings.max_header,
+            h11_max_incomplete_event_size=2 * settings.max_header,  # a header is limited exactly in the protocol
             timeout_keep_alive=settings.keep_alive,
             timeout_graceful_shutdown=settings.grace,
         )
@@ -58,7 +63,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._settings = config.settings
-        self._opened = self.loop.time()
+        self._number = next(_numbers)
         self._awaited: tuple[str | None, object] = None, None
         self._send_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
@@ -70,9 +75,13 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._settings.max_connections:
-            others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
-            oldest = min((other for other in others if other.idle), key=lambda other: other._opened, default=None)
+        others = [
+            other
+            for other in self.connections
+            if isinstance(other, LimitedProtocol) and other is not self and not other.transport.is_closing()
+        ]
+        if len(others) >= self._settings.max_connections:
+            oldest = min((other for other in others if other.idle), key=lambda other: other._number, default=None)
             if oldest is None:
                 message = f"This server has {self._settings.max_connections} connections, which is its limit."
                 self._refuse(ApiError(503, message, "too_many_connections", headers={"Retry-After": "2"}))
@@ -81,6 +90,14 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        limit = self._settings.max_header
+        if self.conn.their_state is h11.IDLE:  # h11 itself limits only a header that arrives in parts
+            header = self.conn.trailing_data[0] + data
+            end = _BLANK_LINE.search(header)
+            if (len(header) if end is None else end.start()) > limit:
+                message = f"The header of the request is larger than {limit} bytes."
+                self._refuse(ApiError(431, message, "header_too_large"))
+                return
         super().data_received(data)
         self._watch()
 
@@ -119,12 +136,8 @@ class LimitedProtocol(H11Protocol):
             self._send_timer = self.loop.call_later(seconds, self._refuse, error)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it for a request that is not HTTP or has a long header."""
-        limit = self._settings.max_header
-        if len(self.conn.trailing_data[0]) > limit:
-            self._refuse(ApiError(431, f"The header of the request is larger than {limit} bytes.", "header_too_large"))
-        else:
-            self._refuse(ApiError(400, "The request is not valid HTTP/1.1.", "invalid_request"))
+        """uvicorn calls it for a request that is not HTTP."""
+        self._refuse(ApiError(400, "The request is not valid HTTP/1.1.", "invalid_request"))
 
     def _refuse(self, error: ApiError) -> None:
         """Close the connection, with an error if no other response has begun."""
