@@ -19,7 +19,7 @@ import httpx
 import PIL.Image
 
 HOLDOVER = Path(sys.executable).with_name("holdover")
-PATIENCE = 20.0
+PATIENCE = 150.0
 """Seconds to wait for what must happen; only a failure takes that long."""
 
 

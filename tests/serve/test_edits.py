@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -15,7 +16,6 @@ import torch
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-import holdover
 from holdover.serve import running
 from holdover.serve.model import ServedModel, to_pixels
 from tiny.prompted import prompted_flux
@@ -32,34 +32,21 @@ def picture(width: int = 64, height: int = 64, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-def pixels(b64: str | None) -> np.ndarray[Any, Any]:
+def pixels(b64: str | None) -> Pixels:
     assert b64 is not None
     return np.array(Image.open(io.BytesIO(base64.b64decode(b64))))
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[tuple[str, ServedModel]]:
-    """A server with a pipeline that takes text alone, and the model it serves."""
-    model = ServedModel("tiny", prompted_flux())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
-        with running(model="tiny", max_size=128) as server:
-            yield server.url, model
+Pixels = np.ndarray[Any, Any]
 
 
-@pytest.fixture
-def client(tiny: tuple[str, ServedModel]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny[0]}/v1", api_key="unused", max_retries=0)
-
-
-def edited_here(model: ServedModel) -> np.ndarray[Any, Any]:
+def edit_here(model: ServedModel) -> Pixels:
     """The image that diffusers' own pipeline makes of the same parts."""
     pipe = FluxImg2ImgPipeline(**model.pipeline.components)
     pipe.set_progress_bar_config(disable=True)
-    image = Image.open(io.BytesIO(picture())).convert("RGB")
     output = pipe(
         prompt=["ghost"],
-        image=image,
+        image=Image.open(io.BytesIO(picture())).convert("RGB"),
         strength=0.75,
         num_inference_steps=8,
         guidance_scale=2.0,
@@ -71,42 +58,63 @@ def edited_here(model: ServedModel) -> np.ndarray[Any, Any]:
     return to_pixels(output.images)[0]
 
 
-def test_openais_client_edits_an_image(client: openai.OpenAI, tiny: tuple[str, ServedModel]) -> None:
+@dataclass(frozen=True)
+class Tiny:
+    """A server with a pipeline that takes text alone, the model it serves, and an image of it without a cache."""
+
+    url: str
+    model: ServedModel
+    plain: Pixels
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Tiny]:
+    model = ServedModel("tiny", prompted_flux())
+    plain = edit_here(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
+        with running(model="tiny", max_size=128) as server:
+            yield Tiny(server.url, model, plain)
+
+
+@pytest.fixture
+def client(tiny: Tiny) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_openais_client_edits_an_image(client: openai.OpenAI, tiny: Tiny) -> None:
     answer = client.images.edit(image=("a.png", picture()), prompt="ghost", extra_body=FIELDS)
     assert answer.data is not None
-    assert np.array_equal(pixels(answer.data[0].b64_json), edited_here(tiny[1]))
+    assert np.array_equal(pixels(answer.data[0].b64_json), tiny.plain)
     how = answer.data[0].holdover  # type: ignore[attr-defined]
     assert sum(how["computed"].values()) == 6  # three quarters of the steps
 
 
-def test_a_cache_holds_steps_of_an_edit_too(client: openai.OpenAI, tiny: tuple[str, ServedModel]) -> None:
-    settings = {"rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}
-    asked = FIELDS | {"cache": {"method": "tea_cache", **settings}}
-    # OpenAI's client sends `cache[method]`; a list goes as JSON in one field.
-    form = {name: str(value) for name, value in FIELDS.items()} | {
-        "cache": '{"method": "tea_cache", "rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}'
-    }
+def test_a_cache_holds_steps_of_an_edit_too(client: openai.OpenAI, tiny: Tiny) -> None:
+    cache = '{"method": "tea_cache", "rel_l1_thresh": 1e9, "coefficients": [1.0, 0.0]}'  # a list goes as JSON
+    form = {"prompt": "ghost", "cache": cache} | {name: str(value) for name, value in FIELDS.items()}
     files = {"image": ("a.png", picture(), "image/png")}
-    answer = httpx.post(f"{tiny[0]}/v1/images/edits", data=form | {"prompt": "ghost"}, files=files, timeout=PATIENCE)
+    answer = httpx.post(f"{tiny.url}/v1/images/edits", data=form, files=files, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     image = answer.json()["data"][0]
     assert list(image["holdover"]["held"].values()) == [4]
-    with holdover.enable(tiny[1].pipeline, "tea_cache", **settings):
-        assert np.array_equal(pixels(image["b64_json"]), edited_here(tiny[1]))
-    flat = {**FIELDS, "cache": {"method": "tea_cache", "rel_l1_thresh": 0.0}}
-    none = client.images.edit(image=("a.png", picture()), prompt="ghost", extra_body=flat)
-    assert none.data is not None
-    assert none.data[0].holdover["method"] == asked["cache"]["method"]  # type: ignore[attr-defined]
+    assert np.array_equal(pixels(image["b64_json"]), edit_here(tiny.model))  # the server leaves its last cache enabled
+    assert not np.array_equal(pixels(image["b64_json"]), tiny.plain)
+    nothing_held = {**FIELDS, "cache": {"method": "tea_cache", "rel_l1_thresh": 0.0}}  # OpenAI's client: cache[method]
+    exact = client.images.edit(image=("a.png", picture()), prompt="ghost", extra_body=nothing_held)
+    assert exact.data is not None
+    assert exact.data[0].holdover["method"] == "tea_cache"  # type: ignore[attr-defined]
+    assert np.array_equal(pixels(exact.data[0].b64_json), tiny.plain)
 
 
-def test_an_edit_is_streamed(client: openai.OpenAI, tiny: tuple[str, ServedModel]) -> None:
+def test_an_edit_is_streamed(client: openai.OpenAI, tiny: Tiny) -> None:
     *partial, done = client.images.edit(
         image=("a.png", picture()), prompt="ghost", stream=True, partial_images=2, extra_body=FIELDS
     )
     assert [event.type for event in partial] == ["image_edit.partial_image"] * 2
     assert [(event.step, event.steps) for event in partial] == [(2, 6), (4, 6)]  # type: ignore[union-attr]
     assert done.type == "image_edit.completed"
-    assert np.array_equal(pixels(done.b64_json), edited_here(tiny[1]))
+    assert np.array_equal(pixels(done.b64_json), tiny.plain)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -125,8 +133,8 @@ def test_each_image_of_an_edit_has_its_own_seed_and_batch(client: openai.OpenAI)
     assert [one.holdover["batch"] for one in answer.data] == [1, 1]  # type: ignore[attr-defined]
 
 
-def test_a_model_says_whether_it_edits(tiny: tuple[str, ServedModel], server: Server) -> None:
-    assert httpx.get(f"{tiny[0]}/v1/models", timeout=PATIENCE).json()["data"][0]["edits"] is True
+def test_a_model_says_whether_it_edits(tiny: Tiny, server: Server) -> None:
+    assert httpx.get(f"{tiny.url}/v1/models", timeout=PATIENCE).json()["data"][0]["edits"] is True
     assert server.http.get("/v1/models").json()["data"][0]["edits"] is False
 
 
@@ -164,11 +172,9 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("sent", "param", "said"), WRONG, ids=[row[2][:30] for row in WRONG])
-def test_what_is_wrong_with_a_form_is_said(
-    tiny: tuple[str, ServedModel], sent: dict[str, Any], param: str | None, said: str
-) -> None:
+def test_what_is_wrong_with_a_form_is_said(tiny: Tiny, sent: dict[str, Any], param: str | None, said: str) -> None:
     form = {"data": {"prompt": "x"}} | sent if "files" in sent else sent
-    answer = httpx.post(f"{tiny[0]}/v1/images/edits", timeout=PATIENCE, **form)
+    answer = httpx.post(f"{tiny.url}/v1/images/edits", timeout=PATIENCE, **form)
     assert answer.status_code in (400, 413)
     assert answer.json()["error"]["param"] == param
     assert said in answer.json()["error"]["message"]

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from holdover.serve import running
 from holdover.serve.launch import JsonFormatter, TextFormatter
 
-from .servers import Server, eventually
+from .servers import PATIENCE, Server, eventually
 
 SECRET = "a very long and secret prompt " * 8  # longer than the model takes, which it warns about
 
@@ -57,6 +59,17 @@ def test_a_request_is_one_json_object_without_its_prompt(logging_server: Server)
 def test_flags_reach_the_connections_and_the_middleware(logging_server: Server) -> None:
     assert logging_server.http.get("/health", headers={"host": "images.example"}).status_code == 200
     assert logging_server.http.get("/health", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_prompts_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"prompt": "ghost", "steps": 1, "guidance": 1.0}
+    with caplog.at_level(logging.INFO, "holdover.serve.requests"), running(log_prompts=True) as server:
+        httpx.post(f"{server.url}/v1/images/generations", json=asked, timeout=PATIENCE)
+        assert eventually(lambda: any(record.name == "holdover.serve.requests" for record in caplog.records))
+    (record,) = [record for record in caplog.records if record.name == "holdover.serve.requests"]
+    text, entry = format_both(record)
+    assert text.endswith(" 'ghost'")
+    assert entry["prompt"] == "ghost"
 
 
 def format_both(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from holdover.selector import methods
 from holdover.serve import running
 from holdover.serve.model import ServedModel
-from tiny.prompted import prompted_flux
+from tiny.prompted import prompted_qwen
 
 from .servers import PATIENCE, Server
 
@@ -146,6 +146,7 @@ def test_every_field_is_sent_and_any_number_is_taken(browser: Browser, server: S
     page = watched.page
     set_up(page, "ghost", steps=3)
     page.fill("#guidance", "0.123")
+    page.fill("#negative", "blur")
     page.fill("#size", "96x96")
     page.fill("#seed", "9007199254740991")
     page.fill("[data-setting=mag_threshold]", "1234.5678")
@@ -154,8 +155,8 @@ def test_every_field_is_sent_and_any_number_is_taken(browser: Browser, server: S
     watched.wait_for_the_result()
     sent = plain.value.post_data_json
     assert (sent["guidance"], sent["size"], sent["seed"], sent["steps"]) == (0.123, "96x96", 2**53 - 1, 3)
-    assert "negative_prompt" not in sent  # the model has none, so that the page does not ask for it
-    expect(page.locator("#negative")).to_be_hidden()
+    assert sent["negative_prompt"] == "blur"
+    assert "cfg_scale" not in sent
     assert "size=96x96" in page.url
     assert "cache.mag_threshold=1234.5678" in page.url
     assert page.locator("#cached img").evaluate("image => image.naturalWidth") == 96
@@ -191,9 +192,9 @@ def test_a_message_about_a_link_is_kept_while_its_image_is_generated(browser: Br
 
 
 @pytest.fixture(scope="module")
-def flux() -> Iterator[str]:
-    """A tiny FLUX pipeline behind a key: it has a negative prompt, and no styles."""
-    model = ServedModel("tiny", prompted_flux())
+def qwen() -> Iterator[str]:
+    """A tiny Qwen-Image pipeline behind a key: it has true classifier-free guidance, no other, and no styles."""
+    model = ServedModel("tiny", prompted_qwen())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
         patch.setenv("HOLDOVER_API_KEYS", "right")
@@ -201,10 +202,10 @@ def flux() -> Iterator[str]:
             yield server.url
 
 
-def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser: Browser, flux: str) -> None:
+def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser: Browser, qwen: str) -> None:
     page = browser.new_context().new_page()
     page.set_default_timeout(1000 * PATIENCE)
-    page.goto(flux)
+    page.goto(qwen)
     expect(page.locator("#messages")).to_contain_text("This server requires a key.")
     page.fill("#key", "wrong")
     page.press("#key", "Enter")
@@ -215,7 +216,8 @@ def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser:
     expect(page.locator("#messages li")).to_have_count(0)
     expect(page.locator("#key")).to_be_hidden()
     expect(page.locator("#style")).to_be_hidden()
-    assert page.input_value("#guidance") == "3.5"  # the default of the pipeline
+    expect(page.locator("#guidance")).to_be_hidden()
+    assert page.input_value("#cfg_scale") == "4"  # the default of the pipeline
     page.fill("#steps", "4")
     page.fill("#size", "96x64")
     page.fill("#negative", "blur")
@@ -223,7 +225,8 @@ def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser:
     with page.expect_request("**/v1/images/generations") as request:
         page.click("#generate")
     sent = request.value.post_data_json
-    assert (sent["negative_prompt"], sent["size"], sent["guidance"]) == ("blur", "96x64", 3.5)
+    assert (sent["negative_prompt"], sent["size"], sent["cfg_scale"]) == ("blur", "96x64", 4)
+    assert "guidance" not in sent
     expect(page.locator("#plain img")).to_have_js_property("naturalWidth", 96)
     assert "negative=blur" in page.url
 
