@@ -19,7 +19,7 @@ import httpx
 import PIL.Image
 
 HOLDOVER = Path(sys.executable).with_name("holdover")
-PATIENCE = 150.0
+PATIENCE = 600.0
 """Seconds to wait for what must happen; only a failure takes that long."""
 
 
@@ -85,7 +85,7 @@ class Server(Client):
             env={**os.environ, **(environment or {})},
         )
         assert eventually(lambda: "listens on http" in self.log or self.process.poll() is not None)
-        found = re.search(r"listens on (http://\S+)", self.log)
+        found = re.search(r"listens on (http://[^\s\"]+)", self.log)
         assert found, f"the server did not start:\n{self.log}"
         super().__init__(found[1])
 

@@ -194,11 +194,13 @@ class EventStream(StreamingResponse):
             response: schemas.PartialImage | schemas.CompletedImage
             if isinstance(event, Preview):
                 fields |= {"partial_image_index": previews, "step": event.step, "steps": spec.run_steps}
-                response = schemas.PartialImage(type=f"{name}.partial_image", **fields, trace=event.trace)
+                fields |= {"type": f"{name}.partial_image", "trace": event.trace}
+                response = schemas.PartialImage(**fields)
                 previews += 1
             else:
                 fields |= {"usage": _usage([event]), "holdover": event.info, "notes": self._notes}
-                response = schemas.CompletedImage(type=f"{name}.completed", **fields)
+                fields["type"] = f"{name}.completed"
+                response = schemas.CompletedImage(**fields)
             yield f"event: {response.type}\ndata: {response.model_dump_json()}\n\n"
             if isinstance(event, GeneratedImage):
                 return

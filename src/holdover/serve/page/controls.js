@@ -80,7 +80,7 @@ function parsed(field, value) {
 
 function row(field, value, onChange) {
   const id = `setting-${field.name}`;
-  const hint = element("p", { className: "hint", id: `${id}-hint` }, field.allowed ? `${field.doc} (${field.allowed})` : field.doc);
+  const hint = element("p", { className: "hint", id: `${id}-hint` }, field.allowed && !field.choices ? `${field.doc} (${field.allowed})` : field.doc);
   const { input, beside = [], below = [] } = formOf(field, value)(field, value);
   input.id = id;
   input.dataset.setting = field.name;

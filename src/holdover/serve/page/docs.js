@@ -78,7 +78,7 @@ function typeOf(api, field) {
   if (one.title && one.properties) return one.title;
   if (one.type === "array") return `list of ${typeOf(api, one.items)}${one.maxItems === undefined ? "" : `, at most ${one.maxItems}`}`;
   const limits = [["minimum", "≥"], ["maximum", "≤"], ["maxLength", "length ≤"]].filter(([word]) => one[word] !== undefined);
-  return [one.type ?? "any", ...limits.map(([word, sign]) => `${sign} ${one[word]}`)].join(" ");
+  return [one.type ?? "any", ...limits.map(([word, sign]) => `${sign} ${one[word]}`)].join(", ");
 }
 
 start();
