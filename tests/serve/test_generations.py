@@ -258,6 +258,8 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"cache": {"mag_ratios": [[[1.0]]]}}, 400, "cache.mag_ratios", "lists inside lists"),
     ({"cache": {"method": "plan", "schedule": list(range(101))}}, 413, "cache.schedule", "at most 100"),
     ({"cache": {"method": "plan", "budget": "1" * 201}}, 413, "cache.budget", "at most 200"),
+    ({"cache": {"method": "cache_dit", "max_warmup_steps": 10**9}}, 413, "cache.max_warmup_steps", "at most 1000"),
+    ({"cache": {"mag_max_skip_steps": 1001}}, 413, "cache.mag_max_skip_steps", "at most 1000"),
     ({"cache": {"x" * 201: 1}}, 413, "cache", "201 characters"),
     ({"cache": {f"x{i}": 1 for i in range(65)}}, 413, "cache", "65 settings; at most 64"),
     ({"cache": {"target": "psnr>40"}}, 400, "cache.target", "A target looks like 'psnr>=40'"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TARGET_METHOD = "plan"  # a request with a quality target and no method gets this one
 MAX_COEFFICIENTS = 16  # of a polynomial; other lists have a value for each step, so that max_steps limits them
 MAX_TEXT = 200  # characters of a setting
+MAX_COUNT = 1000  # value of a setting that is an integer
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,11 @@ def validate(
         raise ApiError(404, f"There is no model {(request.model or '')[:100]!r}.{hint}", "model_not_found", "model")
     parameters = model.parameters if image is None else model.edit_parameters
     if not parameters and image is not None:
-        message = f"{model.name} takes no image: {model.pipeline} generates from text, and diffusers has no "
-        raise invalid(f"{message}image-to-image pipeline for it.", "image", "unsupported")
+        message = (
+            f"{model.name} takes no image: {model.pipeline} generates from text, and diffusers has no image-to-image "
+            "pipeline for it."
+        )
+        raise invalid(message, "image", "unsupported")
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
         if text is not None and len(text) > settings.max_prompt:
             raise too_large(f"{name} has {len(text)} characters; at most {settings.max_prompt} are allowed.", name)
@@ -208,9 +212,10 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config, max_steps:
                 raise invalid(f"{name!r} is set when the server starts, with --cache-config.", f"cache.{name}")
         if method is None:
             own_config(default.method, settings)  # raises if a key belongs to another method
-            return default.replaced(**settings)
-        kept = {name: getattr(default, name) for name in reserved} if method == default.method else {}
-        return own_config(method, kept | settings)
+            config = default.replaced(**settings)
+        else:
+            kept = {name: getattr(default, name) for name in reserved} if method == default.method else {}
+            config = own_config(method, kept | settings)
     except ConfigError as error:
         message, param = str(error), "cache"
         named = [name for name in settings if f".{name} " in message or f"{name!r}" in message]
@@ -219,6 +224,10 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config, max_steps:
         elif named or len(settings) == 1:
             param = f"cache.{[*named, *settings][0]}"
         raise invalid(message, param) from None
+    for name in settings:  # integers count steps or blocks, and cache-dit makes lists of them
+        if type(getattr(config, name)) is int and getattr(config, name) > MAX_COUNT:
+            raise too_large(f"cache.{name} is too large; at most {MAX_COUNT} is allowed.", f"cache.{name}")
+    return config
 
 
 def _check_length(name: str, value: Any, max_steps: int, depth: int = 2) -> None:
@@ -298,7 +307,8 @@ def settings_schema(method: str, max_steps: int) -> dict[str, dict[str, Any]]:
     for info, hint in _request_settings(method):
         longest = max_items(info.name, max_steps)
         schema = {"enum": info.choices} if info.choices is not None else _type_schema(hint, longest)
-        limits = {"minimum": info.minimum, "maximum": info.maximum, "description": info.doc}
+        highest = MAX_COUNT if info.maximum is None and info.kind == "integer" else info.maximum
+        limits = {"minimum": info.minimum, "maximum": highest, "description": info.doc}
         schemas[info.name] = schema | {word: limit for word, limit in limits.items() if limit is not None}
     return schemas
 
