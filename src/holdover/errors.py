@@ -62,6 +62,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'mag_threshold'?"`, or an empty string if no known name is similar."""
     name, known = str(name), sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not near:
-        near = [k for k in known if name and (name in k or k in name)][:1]
+    if not near and len(name) > 2:  # a part of a longer name
+        near = [k for k in known if name in k][:1]
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -85,7 +85,7 @@ class Server(Client):
             env={**os.environ, **(environment or {})},
         )
         assert eventually(lambda: "listens on http" in self.log or self.process.poll() is not None)
-        found = re.search(r"listens on (http://\S+)", self.log)
+        found = re.search(r"listens on (http://[^\s\"]+)", self.log)
         assert found, f"the server did not start:\n{self.log}"
         super().__init__(found[1])
 

@@ -31,6 +31,7 @@ def test_every_response_has_a_request_id_and_keeps_the_clients(server: Server) -
 
 
 def test_unknown_paths_and_methods_are_errors_of_the_same_shape(server: Server) -> None:
+    assert "Did you mean" not in server.http.get("/nothing/like/it").text
     missing = server.http.get("/v1/modles")
     assert missing.status_code == 404
     assert "Did you mean '/v1/models'?" in missing.json()["error"]["message"]
@@ -56,11 +57,29 @@ def test_a_request_beyond_the_limit_is_not_read(server: Server) -> None:
     assert chunked.status_code == 413
 
 
+def test_a_request_with_a_million_coefficients_costs_nothing(server: Server) -> None:
+    def ask(count: int) -> tuple[int, str]:
+        cache = {"method": "tea_cache", "coefficients": [0.1] * count}
+        answer = server.generate(cache=cache)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    assert ask(1_000_000) == (413, "The request is larger than 1000000 bytes.")
+    assert ask(100_000) == (413, "cache.coefficients has 100000 values; at most 16 are allowed.")
+
+
+def test_a_request_with_many_fields_is_one_error(server: Server) -> None:
+    answer = server.generate(**{f"a{i}": 0 for i in range(50_000)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, None)
+    assert "at most 64 are allowed" in answer.json()["error"]["message"]
+
+
 def test_a_model_has_its_defaults_and_limits(server: Server) -> None:
     (model,) = server.http.get("/v1/models").json()["data"]
     assert (model["id"], model["size"], model["steps"], model["partial_images"]) == ("emoji", "64x64", 30, True)
     assert model["styles"]["fluent3d"] == "glossy 3d style"
-    assert model["limits"] == {"max_size": 1024, "max_steps": 100, "max_images": 4, "max_prompt": 1000}
+    limits = {"max_size": 1024, "max_steps": 100, "max_images": 4, "max_prompt": 1000, "max_previews": 20}
+    assert model["limits"] == limits
+    assert (model["square"], model["guidance"], model["negative_prompt"], model["edits"]) == (True, 3.0, True, False)
     assert server.http.get("/v1/models/emoji").json() == model
 
 
@@ -157,7 +176,8 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     assert "default-src 'self'" in page.headers["content-security-policy"]
     parts = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
     assert "/page/main.js" in parts
-    for part in {*parts, "/page/api.js", "/page/controls.js", "/page/charts.js"}:
+    parts += re.findall(r'(?:src|href)="([^"#]+)"', server.http.get("/docs").text)
+    for part in {*parts, "/page/api.js", "/page/controls.js", "/page/charts.js"} - {"/openapi.json"}:
         answer = server.http.get(part)
         assert answer.status_code == 200, part
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text), part

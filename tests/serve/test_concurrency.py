@@ -24,7 +24,7 @@ LONG = {"steps": 60, "guidance": 3.0, "cache": {"method": "none"}}
 @contextmanager
 def occupied(server: Server, until_waiting: int) -> Iterator[None]:
     """The worker is busy inside the block and then until the queue has so many images: they are taken together."""
-    asked = {"prompt": "rocket", "stream": True, "partial_images": 50, **LONG}
+    asked = {"prompt": "rocket", "stream": True, "partial_images": 20, **LONG}
     with server.http.stream("POST", "/v1/images/generations", json=asked) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data:"))
         yield
@@ -82,7 +82,7 @@ def test_requests_that_differ_share_no_batch(server: Server) -> None:
 def test_when_the_client_of_a_stream_leaves_the_generation_stops_and_the_next_image_is_exact(server: Server) -> None:
     reference = server.generate(seed=5, steps=6).json()["data"][0]["b64_json"]
     (stopped, gone), complete = stops(server), finished(server)
-    asked = {"prompt": "rocket", "stream": True, "partial_images": 50, **LONG}
+    asked = {"prompt": "rocket", "stream": True, "partial_images": 20, **LONG}
     with server.http.stream("POST", "/v1/images/generations", json=asked) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data:"))
     assert server.generate(seed=5, steps=6).json()["data"][0]["b64_json"] == reference
@@ -101,6 +101,7 @@ def test_when_a_client_closes_its_connection_the_generation_stops(server: Server
     assert eventually(lambda: stops(server) == (stopped + 2, gone + 2))
     assert finished(server) == complete
     assert "Traceback" not in server.log
+    assert "never retrieved" not in server.log
 
 
 def test_the_rest_of_a_batch_goes_on_when_one_client_leaves(server: Server) -> None:
@@ -182,7 +183,7 @@ def test_a_full_queue_says_when_to_try_again(small: Server) -> None:
 
 
 def test_sigterm_finishes_running_requests_and_accepts_no_more(small: Server) -> None:
-    asked = {"prompt": "rocket", "steps": 10, "guidance": 1.0, "seed": 1, "stream": True, "partial_images": 50}
+    asked = {"prompt": "rocket", "steps": 10, "guidance": 1.0, "seed": 1, "stream": True, "partial_images": 20}
     lines: list[str] = []
     begun = threading.Event()
 

@@ -170,11 +170,63 @@ def test_a_failure_inside_a_stream_reaches_the_client(client: openai.OpenAI) -> 
         list(client.images.generate(prompt=PROMPT, stream=True, extra_body=asked))
 
 
+# Fields of OpenAI's API
+
+
+@pytest.mark.parametrize(("kind", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")])
+def test_the_output_format_is_honoured(client: openai.OpenAI, kind: Any, magic: bytes) -> None:
+    answer = client.images.generate(prompt=PROMPT, output_format=kind, size="auto", extra_body={"seed": 1, **FEW})
+    assert answer.data is not None
+    assert base64.b64decode(answer.data[0].b64_json or "").startswith(magic)
+    assert (answer.output_format, answer.notes) == (kind, [])  # type: ignore[attr-defined]
+    (done,) = client.images.generate(prompt=PROMPT, output_format=kind, stream=True, extra_body={"seed": 1, **FEW})
+    assert base64.b64decode(done.b64_json).startswith(magic)
+    assert done.output_format == kind
+    url = client.images.generate(prompt=PROMPT, output_format=kind, response_format="url", extra_body=FEW).data
+    assert url is not None
+    assert (url[0].url or "").startswith(f"data:image/{kind};base64,")
+
+
+def test_a_lower_compression_quality_gives_a_smaller_file(server: Server) -> None:
+    sizes = []
+    for quality in (100, 10):
+        answer = server.generate(output_format="jpeg", output_compression=quality, size="256x256")
+        sizes.append(len(answer.json()["data"][0]["b64_json"]))
+    assert sizes[0] > 2 * sizes[1]
+
+
+def test_fields_without_a_meaning_are_ignored_with_a_note(client: openai.OpenAI) -> None:
+    answer = client.images.generate(
+        prompt=PROMPT,
+        quality="high",
+        style="vivid",
+        background="transparent",
+        moderation="low",
+        output_compression=50,
+        user="someone",
+        extra_body={"seed": 1, **FEW},
+    )
+    notes: list[str] = answer.notes  # type: ignore[attr-defined]
+    named = ["quality", "style", "background", "moderation", "user", "output_compression"]
+    assert [note.split(" is ignored: ")[0] for note in notes] == named
+    silent = client.images.generate(prompt=PROMPT, quality="auto", background="opaque", extra_body={"seed": 1, **FEW})
+    assert silent.notes == []  # type: ignore[attr-defined]
+    assert silent.data is not None
+    assert answer.data is not None
+    assert silent.data[0].b64_json == answer.data[0].b64_json
+    asked = {"seed": 1, "quality": "low", **FEW}
+    (done,) = client.images.generate(prompt=PROMPT, stream=True, extra_body=asked)
+    assert done.notes == ["quality is ignored: the number of steps decides it."]  # type: ignore[union-attr]
+
+
 # Errors
 
 
 WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"promt": "x"}, 400, "promt", "Did you mean 'prompt'?"),
+    ({"anything": "x"}, 400, "anything", "There is no field 'anything'. Fields: prompt, "),
+    ({"quality": "ultra"}, 400, "quality", "'auto', 'low'"),
+    ({"output_format": "gif"}, 400, "output_format", "'png', 'jpeg' or 'webp'"),
     ({"prompt": ""}, 400, "prompt", "at least 1 character"),
     ({"prompt": 3}, 400, "prompt", "valid string"),
     ({"prompt": "x" * 1001}, 413, "prompt", "1001 characters; at most 1000"),
@@ -189,6 +241,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"num_inference_steps": 4}, 400, "num_inference_steps", "steps is 3 and num_inference_steps is 4"),
     ({"cfg_scale": 2.0}, 400, "cfg_scale", "guidance is 1 and cfg_scale is 2"),
     ({"partial_images": 2}, 400, "partial_images", "set stream to true"),
+    ({"partial_images": 21, "stream": True}, 413, "partial_images", "at most 20"),
     ({"seed": -1}, 400, "seed", "greater than or equal to 0"),
     ({"cache": {"method": "magcache"}}, 400, "cache.method", "Did you mean 'mag_cache'?"),
     ({"cache": {"method": 3}}, 400, "cache.method", "must be a name"),
@@ -199,6 +252,16 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"cache": {"calibration_path": "/tmp/x"}}, 400, "cache.calibration_path", "--cache-config"),
     ({"cache": {"profile": "/etc/passwd"}}, 400, "cache.profile", "--cache-config"),
     ({"cache": {"method": "tea_cache", "signal": "nothing"}}, 400, "cache", "nothing"),
+    ({"cache": {"method": "tea_cache", "coefficients": [0.1] * 17}}, 413, "cache.coefficients", "at most 16"),
+    ({"cache": {"mag_ratios": [1.0] * 101}}, 413, "cache.mag_ratios", "at most 100"),
+    ({"cache": {"mag_ratios": {"cond": [1.0] * 101}}}, 413, "cache.mag_ratios", "at most 100"),
+    ({"cache": {"mag_ratios": [[[1.0]]]}}, 400, "cache.mag_ratios", "lists inside lists"),
+    ({"cache": {"method": "plan", "schedule": list(range(101))}}, 413, "cache.schedule", "at most 100"),
+    ({"cache": {"method": "plan", "budget": "1" * 201}}, 413, "cache.budget", "at most 200"),
+    ({"cache": {"method": "cache_dit", "max_warmup_steps": 10**9}}, 413, "cache.max_warmup_steps", "at most 1000"),
+    ({"cache": {"mag_max_skip_steps": 1001}}, 413, "cache.mag_max_skip_steps", "at most 1000"),
+    ({"cache": {"x" * 201: 1}}, 413, "cache", "201 characters"),
+    ({"cache": {f"x{i}": 1 for i in range(65)}}, 413, "cache", "65 settings; at most 64"),
     ({"cache": {"target": "psnr>40"}}, 400, "cache.target", "A target looks like 'psnr>=40'"),
     ({"cache": {"method": "plan", "target": "pnsr>=40"}}, 400, "cache.target", "Did you mean 'psnr'?"),
 ]

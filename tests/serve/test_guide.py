@@ -13,6 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from holdover.serve import Settings
+
 from .conftest import MAG
 from .servers import HOLDOVER, Server
 
@@ -31,7 +33,7 @@ def test_the_server_of_these_tests_is_started_as_the_guide_says() -> None:
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl and jq are not there")
 def test_curl_generates_the_dragon(server: Server, tmp_path: Path) -> None:
-    (command,) = [block for block in blocks("bash") if block.startswith("curl")]
+    command, _ = [block for block in blocks("bash") if block.startswith("curl")]
     there = command.replace("http://localhost:8000", server.url).replace('"num_inference_steps": 50', '"steps": 4')
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", there],
@@ -52,6 +54,11 @@ def test_every_flag_of_the_guide_exists() -> None:
     )
     assert {"--max-batch", "--cors-origin", "--grace"} <= named
     assert [flag for flag in named if flag not in shown.stdout] == []
+
+
+def test_the_guide_has_every_flag() -> None:
+    own = set(Settings.field_names()) - {"model"}
+    assert [name for name in own if f"`--{name.replace('_', '-')}`" not in GUIDE] == []
 
 
 def test_what_is_to_be_copied_is_well_formed() -> None:

@@ -100,7 +100,7 @@ def test_until_the_model_is_loaded_requests_get_503() -> None:
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(create_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             generation = await client.post("/v1/images/generations", json={"prompt": "x"})
             return [generation, *[await client.get(path) for path in ("/ready", "/v1/models", "/v1/cache")]]
 
@@ -115,7 +115,7 @@ def test_a_key_is_required_below_a_prefix_too() -> None:
 
     async def ask(path: str) -> int:
         transport = httpx.ASGITransport(create_app(api_keys=["correct horse"]), root_path="/images")
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.get(path)).status_code
 
     assert [asyncio.run(ask(f"/images{path}")) for path in ("/v1/models", "/metrics", "/health")] == [401, 401, 200]

@@ -16,7 +16,7 @@ from holdover.config import Config
 from holdover.errors import EnableError
 from holdover.selector import own_config
 from holdover.serve import Settings
-from holdover.serve.app import encode_png
+from holdover.serve.images import encode_image
 from holdover.serve.model import PreviewDecoder, ServedModel, latents_decoder, load_model, to_pixels
 from holdover.serve.queue import ImageSpec, Pixels
 from tiny.prompted import prompted_flux, prompted_wan
@@ -89,6 +89,8 @@ def test_the_last_preview_is_the_image(model: ServedModel) -> None:
 
 def test_a_png_has_the_exact_pixels_and_is_resized_on_request() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    same, larger = (PIL.Image.open(io.BytesIO(base64.b64decode(encode_png(pixels, (side, side))))) for side in (8, 32))
+    same, larger = (
+        PIL.Image.open(io.BytesIO(base64.b64decode(encode_image(pixels, (side, side))))) for side in (8, 32)
+    )
     assert same.tobytes() == pixels.tobytes()
     assert larger.size == (32, 32)

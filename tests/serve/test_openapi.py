@@ -62,6 +62,7 @@ def test_the_document_is_complete(url: str) -> None:
     document = httpx.get(f"{url}/openapi.json", timeout=300).json()
     assert set(document["paths"]) == {
         "/v1/images/generations",
+        "/v1/images/edits",
         "/v1/images/compare",
         "/v1/models",
         "/v1/models/{model}",
@@ -71,7 +72,7 @@ def test_the_document_is_complete(url: str) -> None:
         "/metrics",
     }
     responses = document["paths"]["/v1/images/generations"]["post"]["responses"]
-    assert set(responses) == {"200", "400", "401", "404", "413", "429", "499", "500", "503"}
+    assert set(responses) == {"200", "400", "401", "403", "404", "413", "429", "499", "500", "503"}
     assert "422" not in str(document)
     request = document["components"]["schemas"]["ImageRequest"]
     assert request["examples"] == EXAMPLES
@@ -80,6 +81,10 @@ def test_the_document_is_complete(url: str) -> None:
     assert "Did you mean" in responses["400"]["content"]["application/json"]["example"]["error"]["message"]
     named = {option["title"]: option for option in request["properties"]["cache"]["anyOf"] if "title" in option}
     assert named["mag_cache"]["properties"]["mag_retention_ratio"]["maximum"] == 1
+    assert named["tea_cache"]["properties"]["coefficients"]["anyOf"][0]["maxItems"] == 16
+    edit = document["components"]["schemas"]["EditRequest"]
+    assert edit["required"] == ["image", "prompt"]
+    assert set(edit["properties"]) == {*request["properties"], "image", "strength", "input_fidelity"}
     for path in document["paths"].values():
         for operation in path.values():
             assert operation["summary"]

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from holdover.selector import methods
+from holdover.serve import running
+from holdover.serve.model import ServedModel
+from tiny.prompted import prompted_qwen
+
 from .servers import PATIENCE, Server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -96,12 +101,12 @@ def test_a_prompt_is_generated_without_and_with_a_cache(browser: Browser, server
 
 
 def test_a_link_has_the_settings_and_starts_generating(browser: Browser, server: Server) -> None:
-    query = "?prompt=rocket&style=&steps=4&guidance=1&seed=3&method=mag_cache&cache.mag_max_skip_steps=1"
+    query = "?prompt=rocket&style=&size=64x64&steps=4&guidance=1&seed=3&method=mag_cache&cache.mag_max_skip_steps=1"
     watched = Watched(browser, f"{server.url}/{query}")
     watched.wait_for_the_result()
     page = watched.page
-    fields = {name: page.input_value(f"#{name}") for name in ("prompt", "style", "steps", "guidance", "seed")}
-    assert fields == {"prompt": "rocket", "style": "", "steps": "4", "guidance": "1", "seed": "3"}
+    fields = {name: page.input_value(f"#{name}") for name in ("prompt", "style", "size", "steps", "guidance", "seed")}
+    assert fields == {"prompt": "rocket", "style": "", "size": "64x64", "steps": "4", "guidance": "1", "seed": "3"}
     assert page.input_value("[data-setting=mag_max_skip_steps]") == "1"
     assert page.url.endswith(query)
     assert watched.messages == []
@@ -131,4 +136,115 @@ def test_an_error_is_shown(browser: Browser, server: Server) -> None:
     set_up(page, "ghost", steps=3)
     page.locator("#steps").evaluate("input => { input.max = 1000; input.value = 500; }")
     page.click("#generate")
-    expect(page.locator("#status")).to_contain_text("steps is 500; this server allows at most 100.")
+    expect(page.locator("#messages")).to_contain_text("steps is 500; this server allows at most 100.")
+    page.click("#messages button")
+    expect(page.locator("#messages li")).to_have_count(0)
+
+
+def test_every_field_is_sent_and_any_number_is_taken(browser: Browser, server: Server) -> None:
+    watched = Watched(browser, server.url)
+    page = watched.page
+    set_up(page, "ghost", steps=3)
+    page.fill("#guidance", "0.123")
+    page.fill("#negative", "blur")
+    page.fill("#size", "96x96")
+    page.fill("#seed", "9007199254740991")
+    page.fill("[data-setting=mag_threshold]", "1234.5678")
+    with page.expect_request("**/v1/images/generations") as plain:
+        page.click("#generate")
+    watched.wait_for_the_result()
+    sent = plain.value.post_data_json
+    assert (sent["guidance"], sent["size"], sent["seed"], sent["steps"]) == (0.123, "96x96", 2**53 - 1, 3)
+    assert sent["negative_prompt"] == "blur"
+    assert "cfg_scale" not in sent
+    assert "size=96x96" in page.url
+    assert "cache.mag_threshold=1234.5678" in page.url
+    assert page.locator("#cached img").evaluate("image => image.naturalWidth") == 96
+    page.check("[value=tea_cache]", force=True)
+    page.click("summary")
+    page.fill("[data-setting=coefficients]", "[1, 0]")
+    with page.expect_request(lambda request: "tea_cache" in (request.post_data or "")) as cached:
+        page.click("#generate")
+    assert cached.value.post_data_json["cache"] == {"method": "tea_cache", "coefficients": [1, 0]}
+    watched.wait_for_the_result()
+    assert watched.messages == []
+
+
+def test_every_method_has_a_form_and_generates(browser: Browser, server: Server) -> None:
+    watched = Watched(browser, server.url)
+    page = watched.page
+    set_up(page, "ghost", steps=4)
+    shown = page.locator("[name=method]").evaluate_all("inputs => inputs.map(input => input.value)")
+    assert shown == [method for method in methods() if method != "none"]
+    for method in shown:
+        page.check(f"[value={method}]", force=True)
+        page.click("#generate")
+        watched.wait_for_the_result()
+        assert page.locator("#messages li").count() == 0, (method, page.inner_text("#messages"))
+    assert watched.messages == []
+
+
+def test_a_message_about_a_link_is_kept_while_its_image_is_generated(browser: Browser, server: Server) -> None:
+    query = "?prompt=rocket&style=&steps=3&guidance=1&seed=3&method=mag_cache&cache.mag_threshold=oops"
+    watched = Watched(browser, f"{server.url}/{query}")
+    watched.wait_for_the_result()
+    expect(watched.page.locator("#messages")).to_contain_text("cache.mag_threshold in the link is not a valid value.")
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[str]:
+    """A tiny Qwen-Image pipeline behind a key: it has true classifier-free guidance, no other, and no styles."""
+    model = ServedModel("tiny", prompted_qwen())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
+        patch.setenv("HOLDOVER_API_KEYS", "right")
+        with running(model="tiny") as server:
+            yield server.url
+
+
+def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser: Browser, qwen: str) -> None:
+    page = browser.new_context().new_page()
+    page.set_default_timeout(1000 * PATIENCE)
+    page.goto(qwen)
+    expect(page.locator("#messages")).to_contain_text("This server requires a key.")
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    expect(page.locator("#messages")).to_contain_text("This key is wrong.")
+    page.fill("#key", "right")
+    page.press("#key", "Enter")
+    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#messages li")).to_have_count(0)
+    expect(page.locator("#key")).to_be_hidden()
+    expect(page.locator("#style")).to_be_hidden()
+    expect(page.locator("#guidance")).to_be_hidden()
+    assert page.input_value("#cfg_scale") == "4"  # the default of the pipeline
+    page.fill("#steps", "4")
+    page.fill("#size", "96x64")
+    page.fill("#negative", "blur")
+    page.check("[value=tea_cache]", force=True)
+    with page.expect_request("**/v1/images/generations") as request:
+        page.click("#generate")
+    sent = request.value.post_data_json
+    assert (sent["negative_prompt"], sent["size"], sent["cfg_scale"]) == ("blur", "96x64", 4)
+    assert "guidance" not in sent
+    expect(page.locator("#plain img")).to_have_js_property("naturalWidth", 96)
+    assert "negative=blur" in page.url
+
+
+def test_the_api_page_works_without_the_internet(browser: Browser, server: Server) -> None:
+    page = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
+    messages: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.set_default_timeout(1000 * PATIENCE)
+    page.goto(f"{server.url}/docs")
+    generations = page.locator("#post-v1-images-generations")
+    expect(generations).to_contain_text("negative_prompt")
+    expect(page.locator("#post-v1-images-edits")).to_contain_text("multipart/form-data")
+    for method in methods():
+        expect(generations.locator("summary", has_text=re.compile(f"^{method}$"))).to_have_count(1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert messages == []
+    assert [url for url in requests if not url.startswith(server.url)] == []

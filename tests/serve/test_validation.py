@@ -92,25 +92,25 @@ PLANNED = own_config("plan", {"target": "psnr>=35", "profile": "mine.safetensors
 
 
 def test_a_request_without_a_cache_gets_the_default() -> None:
-    assert requested_cache(None, DEFAULT) is DEFAULT
-    assert requested_cache({}, DEFAULT) == DEFAULT
+    assert requested_cache(None, DEFAULT, 100) is DEFAULT
+    assert requested_cache({}, DEFAULT, 100) == DEFAULT
 
 
 def test_settings_alone_change_the_default() -> None:
-    assert requested_cache({"mag_threshold": 0.1}, DEFAULT) == DEFAULT.replaced(mag_threshold=0.1)
+    assert requested_cache({"mag_threshold": 0.1}, DEFAULT, 100) == DEFAULT.replaced(mag_threshold=0.1)
 
 
 def test_a_method_by_name_has_its_own_defaults_but_the_servers_profile() -> None:
-    named = requested_cache({"method": "mag_cache", "mag_threshold": 0.1}, DEFAULT)
+    named = requested_cache({"method": "mag_cache", "mag_threshold": 0.1}, DEFAULT, 100)
     assert named == own_config("mag_cache", {"mag_threshold": 0.1, "profile": "emoji"})
-    assert requested_cache({"method": "plan", "budget": "2x"}, PLANNED) == own_config(
+    assert requested_cache({"method": "plan", "budget": "2x"}, PLANNED, 100) == own_config(
         "plan", {"budget": "2x", "profile": "mine.safetensors"}
     )
 
 
 def test_a_target_selects_plan() -> None:
-    assert requested_cache({"target": "psnr>=40"}, DEFAULT) == own_config("plan", {"target": "psnr>=40"})
-    assert requested_cache({"target": "psnr>=40"}, PLANNED).as_dict()["profile"] == "mine.safetensors"
+    assert requested_cache({"target": "psnr>=40"}, DEFAULT, 100) == own_config("plan", {"target": "psnr>=40"})
+    assert requested_cache({"target": "psnr>=40"}, PLANNED, 100).as_dict()["profile"] == "mine.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_target_selects_plan() -> None:
 )
 def test_the_error_names_the_field_that_is_wrong(cache: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        requested_cache(cache, PLANNED)
+        requested_cache(cache, PLANNED, 100)
     assert (refused.value.status_code, refused.value.param) == (400, param)
 
 
@@ -134,5 +134,5 @@ def test_the_error_names_the_field_that_is_wrong(cache: dict[str, Any], param: s
 def test_no_request_can_name_a_file(method: str) -> None:
     (info,) = [info for info in method_infos() if info.method == method]
     names = [setting.name for setting in info.settings]
-    assert list(settings_schema(method)) == names
+    assert list(settings_schema(method, 100)) == names
     assert not [name for name in names if "path" in name or "profile" in name or "calibrate" in name]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from holdover.errors import ConfigError, HoldoverError
 from holdover.plan.generation import facts_of
 from holdover.profiles import Certificate, MeasuredPlan, Profile, ProfileFacts
 from holdover.selector import own_config
+from holdover.serve import Settings
 from holdover.serve.model import ServedModel
-from holdover.serve.queue import Pixels
-from holdover.serve.worker import CacheSwitch, profile_report
+from holdover.serve.queue import Pixels, QueueItem
+from holdover.serve.worker import CacheSwitch, Worker, profile_report
 from snapshots import denoiser, differences
 from tiny.prompted import prompted_flux
 
@@ -102,6 +104,29 @@ def test_a_backend_with_one_setting_is_replaced_instead(model: ServedModel, monk
     with switched(model, own_config("other", {})) as switch:
         assert generate(model, switch, NONE)[1] == "CCCCCC"
         assert "h" in generate(model, switch, MAG)[1]
+
+
+def test_a_client_that_leaves_while_its_method_is_set_up_gets_no_generation(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowBackend(OtherBackend):
+        """The client leaves while it is enabled."""
+
+        def enable(self, pipeline: Any) -> None:
+            super().enable(pipeline)
+            item.future.cancel()
+
+    monkeypatch.setitem(globals(), "SlowBackend", SlowBackend)
+    monkeypatch.setitem(selector.BACKENDS, "other", (__name__, "SlowBackend"))
+    item, worker, forwards = QueueItem(spec(3, cache=own_config("other", {}))), Worker(Settings()), list[int]()
+    hook = model.pipeline.transformer.register_forward_pre_hook(lambda *arguments: forwards.append(1))
+    with switched(model, MAG) as switch:
+        worker._generate([item], model, switch)
+        assert forwards == []
+        generate(model, switch, MAG)
+    hook.remove()
+    assert forwards != []
+    assert b"holdover_cancelled_images_total 1.0" in asyncio.run(worker.metrics())
 
 
 def test_the_report_has_what_was_measured(tmp_path: Path) -> None:

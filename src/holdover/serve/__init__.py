@@ -3,12 +3,13 @@
 One request: `schemas.ImageRequest` -> `validation` -> `queue.QueueItem` with a future -> `worker` -> response.
 
 ```
-app         paths and responses              errors      errors, and the middleware around every request
-schemas     requests and responses           validation  what a request may ask for: documented and checked
-queue       items with futures, batches      worker      the thread that owns the pipeline and its cache
-model       the pipeline, previews           metrics     Prometheus
-settings    every flag of the server         launch      starting a server
-ray         the same server with replicas on many machines
+app          paths and responses              middleware   around every request: access, limits, metrics, the log
+schemas      requests and responses           validation   what a request may ask for: documented and checked
+images       image files and forms            errors       errors in the shape of OpenAI's API
+queue        items with futures, batches      worker       the thread that owns the pipeline and its cache
+model        the pipeline, previews           metrics      Prometheus
+connections  slow and too many clients        launch       starting a server, and its log
+settings     every flag of the server         ray          the same server with replicas on many machines
 ```
 """
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import io
 import json
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import PIL.Image
 import torch
 from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -25,11 +20,24 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..metrics import psnr
 from . import schemas
-from .errors import EXCEPTION_HANDLERS, ApiError, RequestMiddleware, error_responses, invalid, too_large
+from .errors import EXCEPTION_HANDLERS, ApiError, error_responses, invalid
+from .images import decode_png, encode_image, read_edit_form
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .queue import Events, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem, Size, follow
+from .middleware import RequestMiddleware
+from .queue import Events, GeneratedImage, ImageBackend, Preview, QueueItem, follow
 from .settings import Settings
-from .validation import IMAGES_RESPONSE, format_size, method_infos, openapi_document, validate
+from .validation import (
+    EDIT_BODY,
+    IMAGES_RESPONSE,
+    format_size,
+    ignored_fields,
+    method_infos,
+    openapi_document,
+    validate,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 router = APIRouter()
 
@@ -75,9 +83,7 @@ def create_app(
     app.state.started = int(time.time())
     app.openapi = openapi  # type: ignore[method-assign]
     app.include_router(router)
-    app.add_middleware(
-        RequestMiddleware, metrics=metrics, keys=api_keys, max_body=settings.max_body, behind_proxy=behind_proxy
-    )
+    app.add_middleware(RequestMiddleware, metrics=metrics, settings=settings, keys=api_keys, behind_proxy=behind_proxy)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -85,35 +91,53 @@ def create_app(
     return app
 
 
-@router.post(
-    "/v1/images/generations",
-    tags=["images"],
-    response_model=schemas.ImagesResponse,
-    responses=IMAGES_RESPONSE | error_responses(400, 401, 404, 413, 429, 499, 503),
-)
+_IMAGES: dict[str, Any] = {
+    "tags": ["images"],
+    "response_model": schemas.ImagesResponse,
+    "responses": IMAGES_RESPONSE | error_responses(400, 401, 403, 404, 413, 429, 499, 503),
+}
+
+
+@router.post("/v1/images/generations", **_IMAGES)
 async def generate(body: schemas.ImageRequest, request: Request) -> Any:
     """Generate images; with `stream`, send previews of one image while it is generated."""
+    return await _generate(request, body)
+
+
+@router.post("/v1/images/edits", **_IMAGES, openapi_extra=EDIT_BODY)
+async def edit(request: Request) -> Any:
+    """Change an image as the prompt says, if the model takes an image; the fields are those of a generation."""
+    request.app.state.backend.loaded()  # an error while the model is loading
+    body, image = await read_edit_form(request, request.app.state.settings.max_size)
+    return await _generate(request, body, image)
+
+
+async def _generate(request: Request, body: schemas.ImageRequest, image: Image | None = None) -> Any:
     backend: ImageBackend = request.app.state.backend
     model, default_cache = backend.loaded()
+    request.state.prompt = body.prompt
     specs = await asyncio.to_thread(
-        validate, body, model, request.app.state.settings, default_cache, request.state.request_id
+        validate, body, model, request.app.state.settings, default_cache, request.state.request_id, image
     )
-    items = [QueueItem(spec) for spec in specs]
+    items, notes = [QueueItem(spec) for spec in specs], ignored_fields(body)
     events = follow(items)
     backend.submit(items)
     if body.stream:
-        return EventStream(items[0], events)
+        return EventStream(items[0], events, body, notes)
     images = await _wait_for_all(request, items)
-    size = specs[0].output_size
-    pngs = [await asyncio.to_thread(encode_png, image.pixels, size) for image in images]
+    kind, size = body.output_format or "png", specs[0].output_size
+    files = [await asyncio.to_thread(encode_image, one.pixels, size, kind, body.output_compression) for one in images]
     fields = [
-        {"url": f"data:image/png;base64,{png}"} if body.response_format == "url" else {"b64_json": png} for png in pngs
+        {"url": f"data:image/{kind};base64,{file}"} if body.response_format == "url" else {"b64_json": file}
+        for file in files
     ]
     return schemas.ImagesResponse(
         created=int(time.time()),
-        data=[schemas.Image(holdover=image.info, **field) for image, field in zip(images, fields, strict=True)],
+        data=[schemas.Image(holdover=one.info, **field) for one, field in zip(images, fields, strict=True)],
         size=format_size(size),
+        output_format=kind,
         usage=_usage(images),
+        notes=notes,
     )
 
 
@@ -135,16 +159,17 @@ async def _wait_for_all(request: Request, items: Sequence[QueueItem]) -> list[Ge
     finally:
         for item in items:
             item.future.cancel()
-        images.cancel()
         disconnect.cancel()
+        # Await what was cancelled: asyncio logs an exception that nobody has retrieved.
+        await asyncio.gather(images, disconnect, return_exceptions=True)
 
 
 class EventStream(StreamingResponse):
     """Server-sent events: previews, then the image or an error; if the client disconnects, the image is cancelled."""
 
-    def __init__(self, item: QueueItem, events: Events) -> None:
+    def __init__(self, item: QueueItem, events: Events, body: schemas.ImageRequest, notes: list[str]) -> None:
         super().__init__(self._events(events), media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._item = item
+        self._item, self._body, self._notes = item, body, notes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -153,7 +178,8 @@ class EventStream(StreamingResponse):
             self._item.future.cancel()
 
     async def _events(self, events: Events) -> AsyncIterator[str]:
-        previews, spec = 0, self._item.spec
+        previews, spec, kind = 0, self._item.spec, self._body.output_format or "png"
+        name = "image_generation" if spec.image is None else "image_edit"
         while True:
             _, event = await events.get()
             if isinstance(event, ApiError):
@@ -161,16 +187,20 @@ class EventStream(StreamingResponse):
                 return
             if event == "started":
                 continue
-            png = await asyncio.to_thread(encode_png, event.pixels, spec.output_size)
-            fields: dict[str, Any] = {"b64_json": png, "size": format_size(spec.output_size)}
+            quality = self._body.output_compression
+            file = await asyncio.to_thread(encode_image, event.pixels, spec.output_size, kind, quality)
+            fields: dict[str, Any] = {"b64_json": file, "size": format_size(spec.output_size), "output_format": kind}
             fields["created_at"] = int(time.time())
             response: schemas.PartialImage | schemas.CompletedImage
             if isinstance(event, Preview):
-                fields |= {"partial_image_index": previews, "step": event.step, "steps": spec.steps}
-                response = schemas.PartialImage(**fields, trace=event.trace)
+                fields |= {"partial_image_index": previews, "step": event.step, "steps": spec.run_steps}
+                fields |= {"type": f"{name}.partial_image", "trace": event.trace}
+                response = schemas.PartialImage(**fields)
                 previews += 1
             else:
-                response = schemas.CompletedImage(**fields, usage=_usage([event]), holdover=event.info)
+                fields |= {"usage": _usage([event]), "holdover": event.info, "notes": self._notes}
+                fields["type"] = f"{name}.completed"
+                response = schemas.CompletedImage(**fields)
             yield f"event: {response.type}\ndata: {response.model_dump_json()}\n\n"
             if isinstance(event, GeneratedImage):
                 return
@@ -184,38 +214,16 @@ def _usage(images: Sequence[GeneratedImage]) -> schemas.Usage:
     )
 
 
-def encode_png(pixels: Pixels, size: Size) -> str:
-    """An image of (H, W, 3) bytes as a PNG file in base64, resized to `size` if it has another."""
-    image = PIL.Image.fromarray(pixels)
-    if image.size != size:
-        image = image.resize(size, PIL.Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode("ascii")
-
-
-@router.post("/v1/images/compare", tags=["images"], responses=error_responses(400, 401, 413))
+@router.post("/v1/images/compare", tags=["images"], responses=error_responses(400, 401, 403, 413, 429))
 def compare(body: schemas.CompareRequest, request: Request) -> schemas.Comparison:
     """The difference between two images of the same size, in the eight bits per channel they were sent with."""
     max_size = request.app.state.settings.max_size
-    a, b = _decode_png("a", body.a, max_size), _decode_png("b", body.b, max_size)
+    a, b = decode_png("a", body.a, max_size), decode_png("b", body.b, max_size)
     if a.shape != b.shape:
         sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (a, b))
         raise invalid(f"The images have different sizes: {sizes}.", "b")
     decibels = float(psnr(a, b))
     return schemas.Comparison(psnr=decibels if math.isfinite(decibels) else None, equal=torch.equal(a, b))
-
-
-def _decode_png(name: str, text: str, max_size: int) -> torch.Tensor:
-    """A PNG in base64 as a tensor (3, H, W) in [0, 1]."""
-    try:
-        image = PIL.Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
-        if max(image.size) > max_size:
-            raise too_large(f"{name} is {image.width}x{image.height}; the longest side may have {max_size}.", name)
-        pixels = np.array(image.convert("RGB"))
-    except (binascii.Error, PIL.Image.DecompressionBombError, OSError, ValueError, SyntaxError):
-        raise invalid(f"{name} is not a PNG in base64.", name) from None
-    return torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
 
 
 @router.get("/v1/models", tags=["models"], responses=error_responses(401, 503))
@@ -243,9 +251,15 @@ def _served_model(request: Request) -> schemas.Model:
         pipeline=info.pipeline,
         transformer=info.transformer,
         size=format_size(info.size),
+        square=info.fixed_size,
+        size_multiple=info.size_multiple,
         steps=info.steps,
+        guidance=info.guidance,
+        cfg_scale=info.cfg_scale,
+        negative_prompt="negative_prompt" in info.parameters,
         styles=info.styles,
         partial_images=info.partial_images,
+        edits=bool(info.edit_parameters),
         limits=schemas.Limits(**{name: getattr(state.settings, name) for name in schemas.Limits.model_fields}),
     )
 
@@ -286,6 +300,12 @@ _PAGE = Path(__file__).with_name("page")
 async def page() -> FileResponse:
     """The page."""
     return await page_file("index.html")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> FileResponse:
+    """A page about the API, made from the OpenAPI document."""
+    return await page_file("docs.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)

@@ -1,40 +1,31 @@
-"""What all responses share: errors in the shape of OpenAI's API, and the middleware around every request.
-
-Every error is `{"error": {"message", "type", "param", "code"}}`. The middleware adds request ids and security headers,
-checks API keys and the size of requests, and records metrics and the log.
-"""
+"""Errors in the shape of OpenAI's API: every one is `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
-import hmac
-import logging
-import re
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import did_you_mean
-from .metrics import RequestMetrics
-from .schemas import ErrorResponse
-
-logger = logging.getLogger("holdover.serve.requests")
+from .schemas import EditRequest, ErrorResponse
 
 _STATUSES = {  # the error's type in OpenAI's API, and its description in the OpenAPI document
     400: ("invalid_request_error", "The request is wrong; `param` names the field."),
     401: ("authentication_error", "The key is missing or wrong."),
+    403: ("permission_error", "The host of the request, or the page that sent it, is not allowed."),
     404: ("not_found_error", "There is no such model."),
     405: ("invalid_request_error", "The path does not support this method."),
+    408: ("invalid_request_error", "The request did not arrive in time."),
     413: ("invalid_request_error", "The request exceeds a limit of this server."),
-    429: ("rate_limit_error", "The queue is full; Retry-After says when to try again."),
+    429: (
+        "rate_limit_error",
+        "The queue is full, or a key sends too many requests; Retry-After says when to try again.",
+    ),
+    431: ("invalid_request_error", "The header of the request is too large."),
     499: ("client_closed_request", "The client disconnected."),
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The model is loading, or the server is shutting down."),
@@ -79,15 +70,22 @@ def queue_full(length: int, seconds: int) -> ApiError:
     return ApiError(429, message, "queue_full", headers={"Retry-After": str(seconds)})
 
 
+def rate_limited(per_minute: int, seconds: int) -> ApiError:
+    message = f"At most {per_minute} requests per minute are allowed. Try again in {seconds} s."
+    return ApiError(429, message, "rate_limit_exceeded", headers={"Retry-After": str(seconds)})
+
+
 def internal() -> ApiError:
     """An unexpected failure; its cause is in the server's log, not in the response."""
     return ApiError(500, "The server failed at this request; its log says why, under this x-request-id.", "internal")
 
 
-_NO_KEY = "This server requires a key: send it as `Authorization: Bearer KEY`."
+KEY_MISSING = "This server requires a key: send it as `Authorization: Bearer KEY`."
+KEY_WRONG = "This key is wrong."
 _EXAMPLES = (
     ApiError(400, "There is no field 'promt'. Did you mean 'prompt'?", "unknown_field", "promt"),
-    ApiError(401, _NO_KEY, "invalid_api_key"),
+    ApiError(401, KEY_MISSING, "invalid_api_key"),
+    ApiError(403, "Pages of https://example.com may not use this server.", "origin_not_allowed"),
     ApiError(404, "There is no model 'emojy'. Did you mean 'emoji'?", "model_not_found", "model"),
     ApiError(413, "steps is 500; this server allows at most 100.", "limit_exceeded", "steps"),
     queue_full(64, 90),
@@ -119,9 +117,9 @@ async def _handle_http_error(request: Request, error: Exception) -> JSONResponse
         found = error
     elif error.status_code == 404:
         hint = did_you_mean(path, request.app.openapi()["paths"])
-        found = ApiError(404, f"There is nothing at {path}.{hint}", "not_found")
+        found = ApiError(404, f"There is nothing at {path[:200]}.{hint}", "not_found")
     elif error.status_code == 405:
-        message = f"{path} does not support {request.method}."
+        message = f"{path[:200]} does not support {request.method}."
         found = ApiError(405, message, "method_not_allowed", headers=error.headers)
     else:
         found = ApiError(error.status_code, str(error.detail), "invalid_request")
@@ -135,12 +133,15 @@ async def _handle_validation_error(request: Request, error: Exception) -> JSONRe
     param = ".".join(str(part) for part in problem["loc"] if part != "body") or None
     if problem["type"] == "json_invalid":
         found = invalid(f"The request is not JSON: {problem['ctx']['error']}.", code="invalid_json")
+    elif problem["type"] == "too_many_fields":
+        found = too_large(problem["msg"])
     elif param is None:
         found = invalid("The request must be a JSON object, sent as application/json.", code="invalid_json")
     elif problem["type"] == "extra_forbidden":
-        fields = list(request.scope["route"].body_field.field_info.annotation.model_fields)
+        body = request.scope["route"].body_field
+        fields = list((EditRequest if body is None else body.field_info.annotation).model_fields)
         hint = did_you_mean(param, fields) or f" Fields: {', '.join(fields)}."
-        found = invalid(f"There is no field {param!r}.{hint}", param, "unknown_field")
+        found = invalid(f"There is no field {param[:100]!r}.{hint}", param, "unknown_field")
     elif problem["type"] == "missing":
         found = invalid(f"{param} is missing.", param, "missing_field")
     else:
@@ -152,92 +153,3 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     HTTPException: _handle_http_error,
     RequestValidationError: _handle_validation_error,
 }
-
-
-# The middleware
-
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_KEY_REQUIRED = ("/v1/", "/metrics")
-_POLLED = ("/health", "/ready", "/metrics", "/page/{name}")  # logged at debug level
-_SECURITY_HEADERS = {
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
-}
-
-
-class RequestMiddleware:
-    """The outermost layer of the server; with `behind_proxy` a proxy sets the request id on responses."""
-
-    def __init__(
-        self, app: ASGIApp, metrics: RequestMetrics, keys: Sequence[str], max_body: int, behind_proxy: bool
-    ) -> None:
-        self._app, self._metrics, self._max_body, self._behind_proxy = app, metrics, max_body, behind_proxy
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, given = time.monotonic(), Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        received, status, complete = 0, 0, False
-
-        async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            self._check_size(received)
-            return message
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], MutableHeaders(scope=message)
-                if not self._behind_proxy:
-                    headers["x-request-id"] = request_id
-                for name, value in _SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-        try:
-            try:
-                self._check_headers(scope)
-                await self._app(scope, receive_limited, send_with_headers)
-            except ClientDisconnect:
-                pass
-            except Exception as error:
-                if not isinstance(error, ApiError):
-                    logger.exception("request %s failed", request_id)
-                if not status:
-                    response = (error if isinstance(error, ApiError) else internal()).response()
-                    await response(scope, receive, send_with_headers)
-        finally:  # 499: the client disconnected before the response was complete
-            self._record(scope, status if complete else 499, time.monotonic() - start, request_id)
-
-    def _check_headers(self, scope: Scope) -> None:
-        path, headers = scope["path"].removeprefix(scope.get("root_path", "")), Headers(scope=scope)
-        length = headers.get("content-length", "0")
-        self._check_size(int(length) if length.isdecimal() else 0)
-        if self._keys and path.startswith(_KEY_REQUIRED):
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")  # the bytes that were sent
-            matches = [hmac.compare_digest(given, known) for known in self._keys]  # all, in constant time
-            if scheme.lower() != "bearer" or not any(matches):
-                raise ApiError(401, _NO_KEY, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-    def _check_size(self, length: int) -> None:
-        if length > self._max_body:
-            raise too_large(f"The request is larger than {self._max_body} bytes.")
-
-    def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        method = scope["method"] if scope["method"] in _HTTP_METHODS else "other"
-        self._metrics.requests.labels(route, method, str(status)).inc()
-        self._metrics.latency.labels(route).observe(seconds)
-        level = logging.DEBUG if route in _POLLED else logging.INFO
-        logger.log(level, "%s %s %d %.3f s %s", scope["method"], route, status, seconds, request_id)

@@ -1,8 +1,10 @@
-"""Starting a server: in its own process, or on a thread of this one."""
+"""Starting a server: in its own process, or on a thread of this one; and its log."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import logging
 import signal
 import socket
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ..errors import HoldoverError
+from .connections import ServerConfig
 from .settings import Settings, api_keys
 
 if TYPE_CHECKING:
@@ -37,10 +40,9 @@ class RunningServer:
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish running requests; an error if the model cannot be loaded."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     listener = _listen(settings)
+    configure_logging(settings)
     server, worker = _create_server(settings)
-    disable_progress_bars()
     logger.info("holdover listens on %s", _url(listener))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # uvicorn raises it again when it is done
     with contextlib.suppress(KeyboardInterrupt):
@@ -71,29 +73,13 @@ def _create_server(settings: Settings) -> tuple[uvicorn.Server, Worker]:
     from .worker import Worker  # imports torch, which a server on Ray needs only in its replicas
 
     worker = Worker(settings)
-    config = uvicorn.Config(
-        create_app(settings, api_keys(), worker, behind_proxy=False),
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=settings.grace,
-        server_header=False,
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(ServerConfig(create_app(settings, api_keys(), worker, behind_proxy=False), settings))
 
     def stop_if_failed(loading: Future[None]) -> None:
         server.should_exit = server.should_exit or loading.exception() is not None
 
     worker.loading.add_done_callback(stop_if_failed)
     return server, worker
-
-
-def disable_progress_bars() -> None:
-    """Keep the progress bars of loading weights out of the server's log."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -119,3 +105,53 @@ def _url(listener: socket.socket) -> str:
 def _check_loaded(worker: Worker) -> None:
     if worker.loading.done() and (error := worker.loading.exception()) is not None:
         raise ServeError(f"The model cannot be served: {error}") from error
+
+
+# The log
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-16T15:23:58.123Z INFO holdover.serve.requests: ...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object on one line; a record of a request has its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"time": _timestamp(record), "level": record.levelname.lower(), "logger": record.name}
+        entry |= getattr(record, "fields", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def configure_logging(settings: Settings, name: str | None = None) -> None:
+    """Log to stderr in the format of the settings, for all loggers or those below `name`.
+
+    Progress bars of loading weights stay out of the log, and so do warnings about prompts that are too long: they
+    contain the prompt.
+    """
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
+    target = logging.getLogger(name)
+    target.addHandler(handler)
+    target.propagate = False
+    target.setLevel(settings.log_level.upper())
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+        if not settings.log_prompts:
+            library.set_verbosity_error()
+    if not settings.log_prompts:
+        logging.getLogger("holdover.zoo").setLevel(logging.ERROR)

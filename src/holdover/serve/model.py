@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    AutoencoderKL,
+    AutoPipelineForImage2Image,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.image_processor import VaeImageProcessor
 from transformers import PreTrainedTokenizerBase
 
@@ -24,13 +29,19 @@ Decoder = Callable[[torch.Tensor, Size], torch.Tensor]
 
 
 class ServedModel:
-    """One pipeline that generates batches of images."""
+    """One pipeline that generates batches of images.
+
+    `editor` changes a given image: the pipeline itself if it takes one, else diffusers' image-to-image pipeline of the
+    same parts, so that a cache on their transformer works in both; None if there is none.
+    """
 
     def __init__(self, name: str, pipeline: Any) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self.editor = pipeline, find_editor(pipeline)
         self.decode = latents_decoder(pipeline)
-        self.info = _model_info(name, pipeline, self.decode is not None)
-        pipeline.set_progress_bar_config(disable=True)
+        self.info = _model_info(name, pipeline, self.editor, self.decode is not None)
+        for one in (self.pipeline, self.editor):
+            if one is not None:
+                one.set_progress_bar_config(disable=True)
 
     def generate(self, batch: Sequence[ImageSpec], on_step: OnStep) -> Pixels:
         """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter."""
@@ -41,12 +52,18 @@ class ServedModel:
 
         first = batch[0]
         optional: dict[str, Any] = dict(first.guidance)
-        if "callback_on_step_end" in self.info.parameters:
+        pipeline, parameters = self.pipeline, self.info.parameters
+        if first.image is not None:  # alone in its batch
+            pipeline, parameters = self.editor, self.info.edit_parameters
+            optional["image"] = first.image
+        if first.strength is not None:
+            optional["strength"] = first.strength
+        if "callback_on_step_end" in parameters:
             optional["callback_on_step_end"] = on_step_end
         if first.negative_prompt:
             optional["negative_prompt"] = [one.negative_prompt for one in batch]
-        output = self.pipeline(
-            [one.prompt for one in batch],
+        output = pipeline(
+            prompt=[one.prompt for one in batch],
             height=first.size[1],
             width=first.size[0],
             num_inference_steps=first.steps,
@@ -73,7 +90,17 @@ def load_model(settings: Settings) -> ServedModel:
     return ServedModel(settings.model, pipeline.to(device))
 
 
-def _model_info(name: str, pipeline: Any, decodes: bool) -> ModelInfo:
+def find_editor(pipeline: Any) -> Any | None:
+    """The pipeline that takes an image with the prompt: this one, or one that diffusers makes of its parts."""
+    if "image" in inspect.signature(pipeline.__call__).parameters:
+        return pipeline
+    try:
+        return AutoPipelineForImage2Image.from_pipe(pipeline)
+    except ValueError:  # there is none for this class
+        return None
+
+
+def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> ModelInfo:
     if not isinstance(getattr(pipeline, "image_processor", None), VaeImageProcessor):
         raise EnableError(f"{type(pipeline).__name__} generates no images that this server can send.")
     parameters = inspect.signature(pipeline.__call__).parameters
@@ -84,6 +111,7 @@ def _model_info(name: str, pipeline: Any, decodes: bool) -> ModelInfo:
     else:
         latents = getattr(pipeline, "default_sample_size", None) or transformer.config.get("sample_size", 128)
         side = int(latents) * int(getattr(pipeline, "vae_scale_factor", 8))
+    edits = {} if editor is None else dict(inspect.signature(editor.__call__).parameters)
     return ModelInfo(
         name=name,
         pipeline=type(pipeline).__name__,
@@ -95,7 +123,17 @@ def _model_info(name: str, pipeline: Any, decodes: bool) -> ModelInfo:
         fixed_size=name in MODELS,
         partial_images=decodes and "callback_on_step_end" in parameters,
         styles=dict(STYLES) if name in MODELS else {},
+        guidance=_default_number(parameters, "guidance_scale"),
+        cfg_scale=_default_number(parameters, "true_cfg_scale"),
+        edit_parameters=frozenset(edits),
+        strength=_default_number(edits, "strength"),
     )
+
+
+def _default_number(parameters: Mapping[str, inspect.Parameter], name: str) -> float | None:
+    """The default of a parameter; None if there is no such parameter or its default is no number."""
+    default = parameters[name].default if name in parameters else None
+    return float(default) if isinstance(default, (int, float)) else None
 
 
 # Previews
@@ -139,7 +177,8 @@ class PreviewDecoder:
         assert latents is not None
         if self._previous is not None and isinstance(self._scheduler, FlowMatchEulerDiscreteScheduler):
             # A flow is a straight line: follow it to sigma 0. Other schedulers show the noisy latents themselves.
-            before, now = (float(sigma) for sigma in self._scheduler.sigmas[step : step + 2])
+            first = step + (self._scheduler.begin_index or 0)  # an image that is changed starts late
+            before, now = (float(sigma) for sigma in self._scheduler.sigmas[first : first + 2])
             latents = latents - now / (now - before) * (latents - self._previous)
         return to_pixels(self._decode(latents, self._size))
 

@@ -19,6 +19,8 @@ from .errors import ApiError, queue_full, unavailable
 from .schemas import CacheReport, GenerationInfo
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from .validation import ModelInfo
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -30,6 +32,7 @@ class ImageSpec:
     """One image to generate, complete and checked; `preview_steps` are the steps after which previews are sent.
 
     `size` is the width and height at which the model generates, `output_size` that of the image in the response.
+    `image` is the one to change, and `strength` the fraction of the steps that do so.
     """
 
     prompt: str
@@ -42,11 +45,23 @@ class ImageSpec:
     cache: Config
     preview_steps: frozenset[int] = frozenset()
     request_id: str = ""
+    image: Image | None = None
+    strength: float | None = None
+
+    @property
+    def run_steps(self) -> int:
+        """The number of steps that run: an image that is changed starts late."""
+        return self.steps if self.strength is None else max(1, min(int(self.steps * self.strength), self.steps))
+
+    @property
+    def batchable(self) -> bool:
+        """Whether others may share its batch: its method does not look at the data, and no image is changed."""
+        return self.image is None and self.cache.batchable
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """Equal for images that can be generated in one batch."""
-        return self.size, self.steps, self.guidance, bool(self.negative_prompt), self.cache
+        return self.size, self.steps, self.guidance, bool(self.negative_prompt), self.cache, self.image is None
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ class BatchQueue:
             if not self._items:
                 return None
             oldest = self._items[0]
-            if oldest.spec.cache.batchable:
+            if oldest.spec.batchable:
                 remaining = oldest.submitted + self._max_wait - time.monotonic()
                 self._changed.wait_for(
                     lambda: self._closed or len(self._batch(oldest)) >= self._max_batch, max(remaining, 0.0)
@@ -205,8 +220,8 @@ class BatchQueue:
             self._changed.notify_all()
 
     def _batch(self, oldest: QueueItem) -> list[QueueItem]:
-        """The items that share the oldest one's batch key; itself alone if its method decides by the data."""
-        limit, key = self._max_batch if oldest.spec.cache.batchable else 1, oldest.spec.batch_key
+        """The items that share the oldest one's batch key; itself alone if it is not batchable."""
+        limit, key = self._max_batch if oldest.spec.batchable else 1, oldest.spec.batch_key
         return [item for item in self._items if item.spec.batch_key == key][:limit]
 
     def _drop_cancelled(self) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1)]
 Scale = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Format = Literal["png", "jpeg", "webp"]
+
+MAX_FIELDS = 64  # of a request
 
 EXAMPLES: list[Any] = [
     {"prompt": "red apple, glossy 3d style", "seed": 42},
@@ -27,13 +31,27 @@ class ImageRequest(BaseModel):
     n: Count | None = Field(None, description="Number of images. Image i has seed + i.")
     size: str | None = Field(None, pattern=r"^([1-9][0-9]{0,4}x[1-9][0-9]{0,4}|auto)$", description="WIDTHxHEIGHT.")
     response_format: Literal["b64_json", "url"] | None = Field(
-        None, description="b64_json by default; url gives the same PNG as a data: URL."
+        None, description="b64_json by default; url gives the same file as a data: URL."
+    )
+    output_format: Format | None = Field(None, description="Format of the image file; png by default.")
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(
+        None, description="Quality of a jpeg or webp file, 95 by default."
     )
     stream: bool | None = Field(None, description="Server-sent events instead of one response; generates one image.")
     partial_images: Annotated[int, Field(ge=0, le=100)] | None = Field(
         None, description="While streaming: number of previews of the unfinished image."
     )
-    user: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    quality: Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"] | None = Field(
+        None, description="Ignored: set steps."
+    )
+    style: Literal["vivid", "natural"] | None = Field(None, description="Ignored: describe the style in the prompt.")
+    background: Literal["auto", "opaque", "transparent"] | None = Field(
+        None, description="Images are opaque; transparent is ignored."
+    )
+    moderation: Literal["auto", "low"] | None = Field(None, description="Ignored: prompts are not moderated.")
+    complexity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored: set steps.")
+    user: str | None = Field(None, description="Ignored: requests are counted by their key.")
+    safety_identifier: str | None = Field(None, description="Ignored: requests are counted by their key.")
 
     seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
         None, description="Seed of the noise; the same seed gives the same image. Random by default."
@@ -54,6 +72,26 @@ class ImageRequest(BaseModel):
         description="The cache for this request: a method with its settings, settings alone to change the server's "
         'default, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, values: Any) -> Any:
+        """One error instead of one for each of a million fields, which takes seconds to collect."""
+        if isinstance(values, dict) and len(values) > MAX_FIELDS:
+            message = f"The request has {len(values)} fields; at most {MAX_FIELDS} are allowed."
+            raise PydanticCustomError("too_many_fields", message)
+        return values
+
+
+class EditRequest(ImageRequest):
+    """What to make of an image, sent as multipart/form-data: its file, and the fields of a generation."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": []})
+
+    strength: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = Field(
+        None, description="How much of the image to change: 1 all of it. For image-to-image pipelines."
+    )
+    input_fidelity: Literal["low", "high"] | None = Field(None, description="Ignored: set strength.")
 
 
 class TokenDetails(BaseModel):
@@ -107,8 +145,13 @@ class ImagesResponse(BaseModel):
     created: int
     data: list[Image]
     size: str
-    output_format: Literal["png"] = "png"
+    output_format: Format = "png"
+    quality: Literal["auto"] = "auto"
+    background: Literal["opaque"] = "opaque"
     usage: Usage
+    notes: list[str] = Field(
+        default=[], description="Fields of the request that were ignored, and what to use instead."
+    )
 
 
 class StreamEvent(BaseModel):
@@ -117,7 +160,7 @@ class StreamEvent(BaseModel):
     b64_json: str
     created_at: int
     size: str
-    output_format: Literal["png"] = "png"
+    output_format: Format = "png"
     quality: Literal["auto"] = "auto"
     background: Literal["opaque"] = "opaque"
 
@@ -125,7 +168,7 @@ class StreamEvent(BaseModel):
 class PartialImage(StreamEvent):
     """A preview of the image after `step` of `steps` steps."""
 
-    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
     partial_image_index: int
     step: int
     steps: int
@@ -135,8 +178,9 @@ class PartialImage(StreamEvent):
 class CompletedImage(StreamEvent):
     """The finished image."""
 
-    type: Literal["image_generation.completed"] = "image_generation.completed"
+    type: Literal["image_generation.completed", "image_edit.completed"]
     usage: Usage
+    notes: list[str] = []
     holdover: GenerationInfo
 
 
@@ -180,10 +224,15 @@ class Limits(BaseModel):
     max_steps: int
     max_images: int
     max_prompt: int
+    max_previews: int
 
 
 class Model(BaseModel):
-    """A model, with the defaults and limits of requests for it."""
+    """A model, with the defaults and limits of requests for it.
+
+    `guidance` and `cfg_scale` are null if the model has no such scale. `square` and `size_multiple` describe the sizes
+    it generates. `edits`: whether /v1/images/edits takes an image for it.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -192,9 +241,15 @@ class Model(BaseModel):
     pipeline: str
     transformer: str
     size: str
+    square: bool
+    size_multiple: int
     steps: int
+    guidance: float | None
+    cfg_scale: float | None
+    negative_prompt: bool
     styles: dict[str, str]
     partial_images: bool
+    edits: bool
     limits: Limits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import typing
@@ -36,7 +37,19 @@ class Settings(Config):
     max_images: int = setting(4, ge=1, doc="largest number of images of one request")
     max_prompt: int = setting(1000, ge=1, doc="longest prompt, in characters")
     max_body: int = setting(8_000_000, ge=1000, doc="largest request, in bytes")
+    max_previews: int = setting(20, ge=0, doc="largest number of previews of one image")
+    rate_limit: int = setting(
+        0, ge=0, doc="requests per minute for each API key, or for each address if there are no keys; 0 for no limit"
+    )
     cors_origin: tuple[str, ...] = setting((), doc="a web origin whose pages may use the server; repeatable")
+    allowed_host: tuple[str, ...] = setting(
+        (), doc="a host name that requests may be sent to, such as images.example.com or *.example.com; repeatable"
+    )
+    max_connections: int = setting(512, ge=1, doc="largest number of open connections")
+    max_header: int = setting(16_384, ge=1024, doc="largest header of a request, in bytes")
+    header_timeout: float = setting(10.0, gt=0, doc="seconds that a client has to send the header of a request")
+    body_timeout: float = setting(60.0, gt=0, doc="seconds that a client has to send the body, and to read a response")
+    keep_alive: int = setting(5, ge=1, doc="seconds that an idle connection stays open")
     device: str = setting("auto", doc="cpu, cuda, cuda:1, mps; auto uses the GPU if there is one")
     dtype: str = setting(
         "auto",
@@ -45,6 +58,8 @@ class Settings(Config):
     )
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
+    log_format: str = setting("text", choices=("text", "json"), doc="a line of text or a JSON object for each record")
+    log_prompts: bool = setting(False, doc="include prompts in the log")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +67,21 @@ class Settings(Config):
             raise ConfigError(
                 f"max_images is {self.max_images}, but the queue holds only {self.queue_size}: raise queue_size."
             )
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Patterns of the host names that requests may be sent to; `localhost` and addresses always may.
+
+        None by default on a loopback address: otherwise a web page whose own name is changed to point to this machine
+        (DNS rebinding) could use the server. On other addresses the names are not known, so all are allowed.
+        """
+        if self.allowed_host:
+            return self.allowed_host
+        try:
+            loopback = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            loopback = False
+        return () if loopback else ("*",)
 
     @property
     def cache_settings(self) -> dict[str, Any]:
@@ -78,6 +108,7 @@ def api_keys(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 _SET_ELSEWHERE = {"host": "http_options", "port": "http_options", "address": "`serve run --address`"}
+_OF_RAYS_PROXY = ("max_connections", "max_header", "header_timeout", "body_timeout", "keep_alive")
 
 
 @dataclass(frozen=True)
@@ -101,6 +132,9 @@ class RaySettings(Settings):
         super().__post_init__()
         if self.max_replicas and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}, less than replicas, which is {self.replicas}.")
+        for field in self.settings():
+            if field.name in _OF_RAYS_PROXY and getattr(self, field.name) != field.default:
+                raise ConfigError(f"{field.name} is not for Ray, whose own proxy accepts the connections.")
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Self:
@@ -109,7 +143,8 @@ class RaySettings(Settings):
             if name in args:
                 raise ConfigError(f"{name!r} is not an argument of the application: it is set in {place}.")
         cls.check_keys(args)
-        values, hints = dict(args), typing.get_type_hints(cls)
+        values: dict[str, Any] = {"host": "0.0.0.0", **args}  # http_options, which are not known here, have the address
+        hints = typing.get_type_hints(cls)
         for name, value in args.items():
             if name == "cache_config" and not isinstance(value, str):
                 values[name] = json.dumps(value)

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -22,10 +22,16 @@ from ..errors import ConfigError, did_you_mean
 from ..selector import backend_class, config_class, methods, own_config
 from .errors import ApiError, invalid, too_large
 from .queue import ImageSpec, Size
-from .schemas import CompletedImage, ImageRequest, MethodInfo, PartialImage, SettingInfo
+from .schemas import MAX_FIELDS, CompletedImage, EditRequest, ImageRequest, MethodInfo, PartialImage, SettingInfo
 from .settings import Settings
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 TARGET_METHOD = "plan"  # a request with a quality target and no method gets this one
+MAX_COEFFICIENTS = 16  # of a polynomial; other lists have a value for each step, so that max_steps limits them
+MAX_TEXT = 200  # characters of a setting
+MAX_COUNT = 1000  # value of a setting that is an integer
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class ModelInfo:
     """What validation needs to know about the model.
 
     A model of `fixed_size` generates at one size only, and its images are resized; for others, width and height are
-    multiples of `size_multiple`. `parameters` are those of the pipeline's call.
+    multiples of `size_multiple`. `parameters` are those of the pipeline's call, `edit_parameters` those of the call
+    with an image, none if it takes no image. `guidance`, `cfg_scale` and `strength` are their defaults, None if
+    it has no such parameter.
     """
 
     name: str
@@ -46,53 +54,81 @@ class ModelInfo:
     fixed_size: bool
     partial_images: bool
     styles: dict[str, str] = field(default_factory=dict)
+    guidance: float | None = None
+    cfg_scale: float | None = None
+    edit_parameters: frozenset[str] = frozenset()
+    strength: float | None = None
 
 
 def validate(
-    request: ImageRequest, model: ModelInfo, settings: Settings, default_cache: Config, request_id: str = ""
+    request: ImageRequest,
+    model: ModelInfo,
+    settings: Settings,
+    default_cache: Config,
+    request_id: str = "",
+    image: Image | None = None,
 ) -> list[ImageSpec]:
     """The images that a request asks for, with defaults filled in; an ApiError names the field that is wrong."""
     if request.model not in (None, model.name):
         hint = did_you_mean(request.model or "", [model.name]) or f" This server has {model.name!r}."
-        raise ApiError(404, f"There is no model {request.model!r}.{hint}", "model_not_found", "model")
+        raise ApiError(404, f"There is no model {(request.model or '')[:100]!r}.{hint}", "model_not_found", "model")
+    parameters = model.parameters if image is None else model.edit_parameters
+    if not parameters and image is not None:
+        message = (
+            f"{model.name} takes no image: {model.pipeline} generates from text, and diffusers has no image-to-image "
+            "pipeline for it."
+        )
+        raise invalid(message, "image", "unsupported")
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
         if text is not None and len(text) > settings.max_prompt:
             raise too_large(f"{name} has {len(text)} characters; at most {settings.max_prompt} are allowed.", name)
-    if request.negative_prompt and "negative_prompt" not in model.parameters:
+    if request.negative_prompt and "negative_prompt" not in parameters:
         raise invalid(f"{model.name} has no negative prompt.", "negative_prompt")
     count = request.n or 1
     if count > settings.max_images:
         raise too_large(f"n is {count}; one request may have at most {settings.max_images} images.", "n")
     if request.stream and count > 1:
         raise invalid(f"A stream has one image: n must be 1, not {count}.", "n")
-    size = _output_size(request.size, model, settings.max_size)
+    size = _output_size(request.size, model, settings.max_size, image)
     asked = _merge_aliases("steps", request.steps, "num_inference_steps", request.num_inference_steps)
     steps = min(model.steps, settings.max_steps) if asked is None else int(asked)
     if steps > settings.max_steps:
         raise too_large(f"steps is {steps}; this server allows at most {settings.max_steps}.", "steps")
-    guidance = _guidance(request, model)
-    if request.partial_images and not request.stream:
-        raise invalid("partial_images needs a stream: set stream to true.", "partial_images")
-    if request.partial_images and not model.partial_images:
-        raise invalid(f"{model.name} has no previews of unfinished images.", "partial_images")
-    image = ImageSpec(
+    strength = request.strength if isinstance(request, EditRequest) else None
+    if strength is not None and "strength" not in parameters:
+        raise invalid(f"{model.name} has no strength: it takes the whole image as a reference.", "strength")
+    if strength is not None and steps * strength < 1:
+        raise invalid(f"strength is {strength:g}, which leaves none of {steps} steps: raise one of them.", "strength")
+    spec = ImageSpec(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
         size=model.size if model.fixed_size else size,
         output_size=size,
         steps=steps,
-        guidance=guidance,
-        cache=requested_cache(request.cache, default_cache),
-        preview_steps=preview_steps(request.partial_images or 0, steps),
+        guidance=_guidance(request, model.name, parameters),
+        cache=requested_cache(request.cache, default_cache, settings.max_steps),
         request_id=request_id,
+        image=image,
+        strength=model.strength if strength is None and image is not None else strength,
     )
-    return [dataclasses.replace(image, seed=image.seed + index) for index in range(count)]
+    previews = request.partial_images or 0
+    if previews and not request.stream:
+        raise invalid("partial_images needs a stream: set stream to true.", "partial_images")
+    if previews and not model.partial_images:
+        raise invalid(f"{model.name} has no previews of unfinished images.", "partial_images")
+    if previews > settings.max_previews:
+        raise too_large(f"partial_images is {previews}; at most {settings.max_previews} are allowed.", "partial_images")
+    spec = dataclasses.replace(spec, preview_steps=preview_steps(previews, spec.run_steps))
+    return [dataclasses.replace(spec, seed=spec.seed + index) for index in range(count)]
 
 
-def _output_size(size: str | None, model: ModelInfo, max_size: int) -> Size:
+def _output_size(size: str | None, model: ModelInfo, max_size: int, image: Image | None) -> Size:
     if size is None or size == "auto":
-        return model.size
+        if image is None or model.fixed_size:
+            return model.size
+        multiple = model.size_multiple
+        return max(image.width // multiple, 1) * multiple, max(image.height // multiple, 1) * multiple
     width, height = (int(side) for side in size.split("x"))
     if max(width, height) > max_size:
         raise too_large(f"size is {size}; the longest side may have {max_size} pixels.", "size")
@@ -107,16 +143,16 @@ def format_size(size: Size) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-def _guidance(request: ImageRequest, model: ModelInfo) -> tuple[tuple[str, float], ...]:
+def _guidance(request: ImageRequest, name: str, parameters: frozenset[str]) -> tuple[tuple[str, float], ...]:
     """The guidance scales, under the names of the pipeline's parameters."""
     guidance = _merge_aliases("guidance", request.guidance, "guidance_scale", request.guidance_scale)
-    if "true_cfg_scale" in model.parameters:
+    if "true_cfg_scale" in parameters:
         scales = {"guidance_scale": guidance, "true_cfg_scale": request.cfg_scale}
     else:
         scales = {"guidance_scale": _merge_aliases("guidance", guidance, "cfg_scale", request.cfg_scale)}
-    found = tuple((name, float(scale)) for name, scale in scales.items() if scale is not None)
-    if any(name not in model.parameters for name, _ in found):
-        raise invalid(f"{model.name} has no guidance scale.", "guidance")
+    found = tuple((scale, float(value)) for scale, value in scales.items() if value is not None)
+    if any(scale not in parameters for scale, _ in found):
+        raise invalid(f"{name} has no guidance scale.", "guidance")
     return found
 
 
@@ -133,11 +169,39 @@ def preview_steps(count: int, steps: int) -> frozenset[int]:
     return frozenset(round((i + 1) * steps / (count + 1)) for i in range(count))
 
 
-def requested_cache(cache: Mapping[str, Any] | None, default: Config) -> Config:
+_IGNORED: dict[str, tuple[tuple[str, ...], str]] = {  # values that need no note; why others are ignored
+    "quality": (("auto",), "the number of steps decides it"),
+    "style": ((), "describe the style in the prompt"),
+    "background": (("auto", "opaque"), "images are opaque"),
+    "moderation": ((), "prompts are not moderated"),
+    "complexity": ((), "the number of steps decides it"),
+    "user": ((), "requests are counted by their key"),
+    "safety_identifier": ((), "requests are counted by their key"),
+    "input_fidelity": ((), "strength decides it"),
+}
+
+
+def ignored_fields(request: ImageRequest) -> list[str]:
+    """A note for each field of OpenAI's API that has no meaning here."""
+    notes = []
+    for name, (silent, reason) in _IGNORED.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in silent:
+            notes.append(f"{name} is ignored: {reason}.")
+    if request.output_compression is not None and request.output_format not in ("jpeg", "webp"):
+        notes.append("output_compression is ignored: a png is lossless.")
+    return notes
+
+
+def requested_cache(cache: Mapping[str, Any] | None, default: Config, max_steps: int) -> Config:
     """The cache that a request asks for: a method by name has its own defaults, settings alone change `default`."""
     if cache is None:
         return default
     settings = dict(cache)
+    if len(settings) > MAX_FIELDS:
+        raise too_large(f"cache has {len(settings)} settings; at most {MAX_FIELDS} are allowed.", "cache")
+    for name, value in settings.items():
+        _check_length(name, value, max_steps)
     method = settings.pop("method", TARGET_METHOD if "target" in settings else None)
     if method is not None and not isinstance(method, str):
         raise invalid(f"cache.method must be a name, not {method!r}.", "cache.method")
@@ -148,9 +212,10 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config) -> Config:
                 raise invalid(f"{name!r} is set when the server starts, with --cache-config.", f"cache.{name}")
         if method is None:
             own_config(default.method, settings)  # raises if a key belongs to another method
-            return default.replaced(**settings)
-        kept = {name: getattr(default, name) for name in reserved} if method == default.method else {}
-        return own_config(method, kept | settings)
+            config = default.replaced(**settings)
+        else:
+            kept = {name: getattr(default, name) for name in reserved} if method == default.method else {}
+            config = own_config(method, kept | settings)
     except ConfigError as error:
         message, param = str(error), "cache"
         named = [name for name in settings if f".{name} " in message or f"{name!r}" in message]
@@ -159,6 +224,31 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config) -> Config:
         elif named or len(settings) == 1:
             param = f"cache.{[*named, *settings][0]}"
         raise invalid(message, param) from None
+    for name in settings:  # integers count steps or blocks, and cache-dit makes lists of them
+        if type(getattr(config, name)) is int and getattr(config, name) > MAX_COUNT:
+            raise too_large(f"cache.{name} is too large; at most {MAX_COUNT} is allowed.", f"cache.{name}")
+    return config
+
+
+def _check_length(name: str, value: Any, max_steps: int, depth: int = 2) -> None:
+    """Raise an error if a setting is longer than its use allows: the time to set up a cache grows with its length."""
+    param, limit = f"cache.{name}", max_items(name, max_steps)
+    if len(name) > MAX_TEXT:
+        raise too_large(f"A name in cache has {len(name)} characters; at most {MAX_TEXT} are allowed.", "cache")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise too_large(f"{param} has {len(value)} characters; at most {MAX_TEXT} are allowed.", param)
+    if isinstance(value, (list, dict)):
+        if len(value) > limit:
+            raise too_large(f"{param} has {len(value)} values; at most {limit} are allowed.", param)
+        if not depth:
+            raise invalid(f"{param} has lists inside lists.", param)
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_length(name, item, max_steps, depth - 1)
+
+
+def max_items(name: str, max_steps: int) -> int:
+    """The largest number of values in a setting that is a list."""
+    return MAX_COEFFICIENTS if name == "coefficients" else max_steps
 
 
 # The methods and settings that a request may have
@@ -211,27 +301,32 @@ def _request_settings(method: str) -> list[tuple[SettingInfo, Any]]:
     return found
 
 
-def settings_schema(method: str) -> dict[str, dict[str, Any]]:
+def settings_schema(method: str, max_steps: int) -> dict[str, dict[str, Any]]:
     """The same settings in JSON Schema, by name."""
     schemas = {}
     for info, hint in _request_settings(method):
-        schema = {"enum": info.choices} if info.choices is not None else _type_schema(hint)
-        limits = {"minimum": info.minimum, "maximum": info.maximum, "description": info.doc}
+        longest = max_items(info.name, max_steps)
+        schema = {"enum": info.choices} if info.choices is not None else _type_schema(hint, longest)
+        highest = MAX_COUNT if info.maximum is None and info.kind == "integer" else info.maximum
+        limits = {"minimum": info.minimum, "maximum": highest, "description": info.doc}
         schemas[info.name] = schema | {word: limit for word, limit in limits.items() if limit is not None}
     return schemas
 
 
-def _type_schema(hint: Any) -> dict[str, Any]:
+def _type_schema(hint: Any, max_items: int) -> dict[str, Any]:
     if hint is type(None):
         return {"type": "null"}
+    if hint is str:
+        return {"type": "string", "maxLength": MAX_TEXT}
     if hint in _KINDS:
         return {"type": _KINDS[hint][1]}
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return {"anyOf": [_type_schema(option) for option in arguments]}
+        return {"anyOf": [_type_schema(option, max_items) for option in arguments]}
     if typing.get_origin(arguments[0]) is tuple:  # pairs of a name and a value
-        return {"type": "object", "additionalProperties": _type_schema(typing.get_args(arguments[0])[1])}
-    return {"type": "array", "items": _type_schema(arguments[0])}
+        values = _type_schema(typing.get_args(arguments[0])[1], max_items)
+        return {"type": "object", "additionalProperties": values, "maxProperties": max_items}
+    return {"type": "array", "items": _type_schema(arguments[0], max_items), "maxItems": max_items}
 
 
 # The OpenAPI document
@@ -241,14 +336,24 @@ _DESCRIPTION = """An image server in the shape of OpenAI's image API. Every resp
 is `{"error": {"message", "type", "param", "code"}}`."""
 _REF = "#/components/schemas/{model}"
 _EVENT_DATA = [{"$ref": _REF.format(model=name)} for name in ("PartialImage", "CompletedImage", "ErrorResponse")]
+_EVENTS = ("partial_image", "completed")
 _EVENT = {
     "type": "object",
     "description": "One event; its data is JSON.",
     "required": ["event", "data"],
     "properties": {
-        "event": {"enum": ["image_generation.partial_image", "image_generation.completed", "error"]},
+        "event": {
+            "enum": [f"image_{kind}.{event}" for kind in ("generation", "edit") for event in _EVENTS] + ["error"]
+        },
         "data": {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": _EVENT_DATA}},
     },
+}
+_UPLOAD = {"type": "string", "format": "binary", "description": "A PNG, JPEG or WebP file."}
+EDIT_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": {"$ref": _REF.format(model="EditRequest")}}},
+    }
 }
 IMAGES_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"description": "The images; with `stream`, events.", "content": {"text/event-stream": {"schema": _EVENT}}}
@@ -267,23 +372,29 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
     for event in (PartialImage, CompletedImage):
         schemas[event.__name__] = event.model_json_schema(ref_template=_REF)
         schemas[event.__name__].pop("$defs", None)  # they are components already
-    request = schemas["ImageRequest"]["properties"]
-    request["n"]["anyOf"][0]["maximum"] = settings.max_images
-    for name in ("steps", "num_inference_steps"):
-        request[name]["anyOf"][0]["maximum"] = settings.max_steps
-    request["prompt"]["maxLength"] = settings.max_prompt
-    request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
-    request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
+    edit = schemas["EditRequest"] = EditRequest.model_json_schema(ref_template=_REF)
+    edit["properties"] = {"image": _UPLOAD} | edit["properties"]
+    edit["required"] = ["image", *edit["required"]]
     # `cache` may be each method by name, settings of the default method, or a target.
     closed = {"type": "object", "additionalProperties": False}
-    default = closed | {"title": f"{default_method}, the default", "properties": settings_schema(default_method)}
+    default = closed | {"title": f"{default_method}, the default"}
+    default |= {"properties": settings_schema(default_method, settings.max_steps)}
     target = {"target": {"type": "string", "examples": ["psnr>=40"]}}
     named = [
         closed
         | {"title": method, "required": ["method"]}
-        | {"properties": {"method": {"const": method}} | settings_schema(method)}
+        | {"properties": {"method": {"const": method}} | settings_schema(method, settings.max_steps)}
         for method in methods()
     ]
     by_target = {"type": "object", "title": "target", "properties": target, "required": ["target"]}
-    request["cache"] |= {"anyOf": [*named, default, by_target, {"type": "null"}]}
+    for schema in (schemas["ImageRequest"], edit):
+        request = schema["properties"]
+        request["n"]["anyOf"][0]["maximum"] = settings.max_images
+        for name in ("steps", "num_inference_steps"):
+            request[name]["anyOf"][0]["maximum"] = settings.max_steps
+        request["partial_images"]["anyOf"][0]["maximum"] = settings.max_previews
+        request["prompt"]["maxLength"] = settings.max_prompt
+        request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
+        request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
+        request["cache"] |= {"anyOf": [*named, default, by_target, {"type": "null"}]}
     return document

@@ -159,6 +159,7 @@ class Worker(ImageBackend):
             item.notify("started")
         try:
             with switch.use(cache) as backend:
+                _check_cancelled(batch)  # setting a method up may take a while
                 on_step = self._step_callback(batch, model, backend)
                 pixels = model.generate([item.spec for item in batch], on_step)
                 stats = backend.stats().last
@@ -184,8 +185,7 @@ class Worker(ImageBackend):
             decoder = PreviewDecoder(model.decode, model.pipeline.scheduler, batch[0].spec.size)
 
         def on_step(step: int, latents: torch.Tensor) -> None:
-            if all(item.future.cancelled() for item in batch):
-                raise CancelledGenerationError
+            _check_cancelled(batch)
             if decoder is None:
                 return
             decoder.update(latents)
@@ -232,6 +232,11 @@ class Worker(ImageBackend):
         image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
         for item, pixels, info in zip(batch, images, infos, strict=True):
             item.notify(GeneratedImage(pixels, info, (model.count_tokens(item.spec.prompt), image_tokens)))
+
+
+def _check_cancelled(batch: Sequence[QueueItem]) -> None:
+    if all(item.future.cancelled() for item in batch):
+        raise CancelledGenerationError
 
 
 def _fail(batch: Sequence[QueueItem], error: ApiError) -> None:

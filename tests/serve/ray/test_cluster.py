@@ -43,6 +43,7 @@ ARGS: dict[str, Any] = {
     "max_batch": 2,
     "prompt_cache": True,
     "grace": 20,
+    "max_previews": 60,
 }
 FAILURE = """
 import ray, time

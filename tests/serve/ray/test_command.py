@@ -46,7 +46,7 @@ def test_it_serves_until_sigterm_and_finishes_running_requests() -> None:
     begun, lines = threading.Event(), list[str]()
 
     def follow() -> str:
-        asked = {"prompt": "rocket", "steps": 30, "guidance": 1.0, "stream": True, "partial_images": 29}
+        asked = {"prompt": "rocket", "steps": 30, "guidance": 1.0, "stream": True, "partial_images": 20}
         with server.http.stream("POST", "/v1/images/generations", json=asked) as answer:
             for line in answer.iter_lines():
                 begun.set()

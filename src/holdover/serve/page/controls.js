@@ -9,23 +9,29 @@ export const element = (tag, properties = {}, ...children) => {
   return node;
 };
 
+export const words = (name) => name.replaceAll("_", " ");
+
 /** Radio buttons, one per method. */
 export function methodButtons(methods, chosen, onChange) {
   return methods.map(({ method }) => {
     const input = element("input", { type: "radio", name: "method", value: method, checked: method === chosen });
     input.addEventListener("change", onChange);
-    return element("label", { className: "segment" }, input, element("span", {}, method.replace("_", " ")));
+    return element("label", { className: "segment" }, input, element("span", {}, words(method)));
   });
 }
 
-/** Sliders, checkboxes and lists for the settings of a method; `values` overrides the defaults. */
+/** Numbers with sliders, checkboxes, lists and texts for the settings of a method; `values` overrides the defaults. */
 export function settingInputs(method, values, targets, onChange) {
-  const fields = method.settings.filter((field) => !HIDDEN.has(field.name) && formOf(field) && (targets || field.name !== "target"));
-  const rows = fields.map((field) => row(field, values[field.name] ?? field.default, onChange));
-  if (fields.some((field) => field.name === "target")) rows.unshift(aim(rows, values, onChange));
+  const fields = method.settings.filter((field) => !HIDDEN.has(field.name) && (targets || field.name !== "target"));
+  const valueOf = (field) => values[field.name] ?? field.default;
+  const simple = fields.filter((field) => formOf(field, valueOf(field)) !== text);
+  const rows = [...simple, ...fields.filter((field) => !simple.includes(field))].map((field) => row(field, valueOf(field), onChange));
+  if (simple.some((field) => field.name === "target") && simple.some((field) => field.name === "budget")) rows.unshift(aim(rows, values, onChange));
   if (rows.length <= SHOWN + 1) return rows;
-  const more = element("details", {}, element("summary", {}, "More settings"), ...rows.slice(SHOWN));
-  return [...rows.slice(0, SHOWN), more];
+  const shown = Math.min(SHOWN, Math.max(1, simple.length));
+  const more = element("details", {}, element("summary", {}, "More settings"), ...rows.slice(shown));
+  more.addEventListener("invalid", () => (more.open = true), true);
+  return [...rows.slice(0, shown), more];
 }
 
 /** The values in the form that differ from the defaults; the others are not sent, which keeps links short. */
@@ -34,81 +40,104 @@ export function settingValues(method, root) {
   for (const field of method.settings) {
     const input = root.querySelector(`[data-setting="${field.name}"]`);
     if (!input || input.closest("[hidden]")) continue;
-    const value = read(field, input);
-    if (value !== field.default) values[field.name] = value;
+    const value = READ[input.dataset.kind](field, input.value, input);
+    if (value !== undefined && value !== field.default) values[field.name] = value;
   }
   return values;
 }
 
-function formOf(field) {
-  if (field.name in SPECIAL) return SPECIAL[field.name].make;
+// Each kind of input, and what its value is in a request.
+
+const READ = {
+  number: (field, value) => (value === "" ? undefined : Number(value)),
+  check: (field, value, input) => input.checked,
+  list: (field, value) => field.choices[Number(value)],
+  text: (field, value) => (value.trim() === "" ? undefined : parsed(field, value.trim())),
+  target: (field, value) => (value === "" ? undefined : `psnr>=${value}`),
+  budget: (field, value) => (value === "" ? undefined : `${value}x`),
+};
+
+/** Texts with a number in them: [pattern, unit, lowest, highest, step, usual]. */
+const MEASURES = {
+  target: [/^psnr>=([\d.]+)$/, "dB PSNR", 20, 60, 1, 40],
+  budget: [/^([\d.]+)x$/, "×", 1.5, 8, 0.5, 3],
+};
+
+function formOf(field, value) {
+  if (field.name in MEASURES && (value == null || MEASURES[field.name][0].test(value))) return measure;
   if (field.choices) return list;
-  return { number: slider, integer: slider, boolean: box }[field.kind];
+  return { number, integer: number, boolean: check }[field.kind] ?? text;
+}
+
+function parsed(field, value) {
+  if (field.kind === "text") return value;
+  try {
+    return JSON.parse(value);
+  } catch {
+    return value;
+  }
 }
 
 function row(field, value, onChange) {
   const id = `setting-${field.name}`;
-  const output = element("output", { htmlFor: id });
-  const input = formOf(field)(field, value);
+  const hint = element("p", { className: "hint", id: `${id}-hint` }, field.allowed && !field.choices ? `${field.doc} (${field.allowed})` : field.doc);
+  const { input, beside = [], below = [] } = formOf(field, value)(field, value);
   input.id = id;
   input.dataset.setting = field.name;
-  const update = () => (output.textContent = shown(field, input));
-  input.addEventListener("input", () => (update(), onChange()));
-  update();
-  const label = element("label", { htmlFor: id }, words(field.name), output);
-  const hint = element("p", { className: "hint", id: `${id}-hint` }, field.doc);
   input.setAttribute("aria-describedby", hint.id);
-  return element("div", { className: "setting" }, label, input, hint);
+  input.addEventListener("input", onChange);
+  const name = words(field.name.replace(/^mag_/, ""));
+  const label = element("label", { htmlFor: id }, name[0].toUpperCase() + name.slice(1));
+  return element("div", { className: "setting" }, element("div", { className: "line" }, label, input, ...beside), ...below, hint);
 }
 
-function words(name) {
-  const plain = name.replace(/^mag_/, "").replaceAll("_", " ");
-  return plain[0].toUpperCase() + plain.slice(1);
-}
-
-function slider(field, value) {
+/** A number that takes any value the server takes, and a slider over the usual ones. */
+function number(field, value) {
+  const integer = field.kind === "integer";
   const low = field.minimum ?? 0;
-  const high = field.maximum ?? (field.kind === "integer" ? Math.max(10, 4 * field.default) : 4 * (field.default || 0.25));
-  const step = field.kind === "integer" ? 1 : 0.01;
-  return element("input", { type: "range", min: low, max: Math.max(high, value), step, value });
+  const high = field.maximum ?? (integer ? Math.max(10, 4 * field.default) : 4 * (field.default || 0.25));
+  const box = element("input", { type: "number", step: integer ? 1 : "any", value });
+  if (field.minimum !== null) box.min = field.minimum;
+  if (field.maximum !== null) box.max = field.maximum;
+  return { input: kind(box, "number"), below: [slider(box, low, high, integer ? 1 : high > 20 ? 0.5 : 0.01)] };
 }
 
-// Settings that are text with a number in it.
-const SPECIAL = {
-  target: { make: numberSlider(20, 60, 1, 40), read: (value) => `psnr>=${value}`, shown: (value) => `PSNR ≥ ${value} dB` },
-  budget: { make: numberSlider(1.5, 8, 0.5, 3), read: (value) => `${value}x`, shown: (value) => `${value}×` },
-};
-
-function numberSlider(min, max, step, usual) {
-  return (field, value) => element("input", { type: "range", min, max, step, value: /[\d.]+/.exec(value ?? "")?.[0] ?? usual });
+function measure(field, value) {
+  const [pattern, unit, low, high, step, usual] = MEASURES[field.name];
+  const box = element("input", { type: "number", step: "any", min: field.name === "budget" ? 1 : 0, value: pattern.exec(value ?? "")?.[1] ?? usual });
+  return { input: kind(box, field.name), beside: [element("span", { className: "unit" }, unit)], below: [slider(box, low, high, step)] };
 }
 
-/** Quality or speed: one of the two sliders is shown. */
+function slider(box, min, max, step) {
+  const range = element("input", { type: "range", min, max, step, value: box.value, tabIndex: -1 });
+  range.setAttribute("aria-hidden", "true");
+  range.addEventListener("input", () => ((box.value = range.value), box.dispatchEvent(new Event("input", { bubbles: true }))));
+  box.addEventListener("input", () => box.value !== "" && (range.value = box.value));
+  return range;
+}
+
+const check = (field, value) => ({ input: kind(element("input", { type: "checkbox", checked: Boolean(value) }), "check") });
+
+function list(field, value) {
+  const options = field.choices.map((choice, i) => element("option", { value: i, selected: choice === value }, String(choice ?? "none")));
+  return { input: kind(element("select", {}, ...options), "list") };
+}
+
+/** Lists and optional values, as JSON; empty for the default. */
+function text(field, value) {
+  const shown = value == null ? "" : typeof value === "string" ? value : JSON.stringify(value);
+  return { input: kind(element("input", { type: "text", value: shown, placeholder: "default", spellcheck: false }), "text") };
+}
+
+const kind = (input, name) => ((input.dataset.kind = name), input);
+
+/** Quality or speed: one of the two is shown. */
 function aim(rows, values, onChange) {
   const of = (name) => rows.find((row) => row.querySelector(`[data-setting=${name}]`));
   const options = [["target", "a quality"], ["budget", "a speed-up"]].map(([value, text]) => element("option", { value, selected: value === (values.budget ? "budget" : "target") }, text));
   const select = element("select", { id: "aim" }, ...options);
-  const show = () => ["target", "budget"].forEach((name) => of(name) && (of(name).hidden = name !== select.value));
+  const show = () => ["target", "budget"].forEach((name) => (of(name).hidden = name !== select.value));
   select.addEventListener("input", () => (show(), onChange()));
   show();
-  return element("div", { className: "setting" }, element("label", { htmlFor: "aim" }, "Aim for"), select);
-}
-
-const box = (field, value) => element("input", { type: "checkbox", checked: Boolean(value) });
-
-function list(field, value) {
-  const options = field.choices.map((choice, i) => element("option", { value: i, selected: choice === value }, String(choice ?? "none")));
-  return element("select", {}, ...options);
-}
-
-function read(field, input) {
-  if (field.name in SPECIAL) return SPECIAL[field.name].read(input.value);
-  if (field.choices) return field.choices[Number(input.value)];
-  return field.kind === "boolean" ? input.checked : Number(input.value);
-}
-
-function shown(field, input) {
-  if (field.name in SPECIAL) return SPECIAL[field.name].shown(input.value);
-  if (field.choices || field.kind === "boolean") return "";
-  return field.kind === "integer" ? input.value : Number(input.value).toFixed(2);
+  return element("div", { className: "setting" }, element("div", { className: "line" }, element("label", { htmlFor: "aim" }, "Aim for"), select));
 }

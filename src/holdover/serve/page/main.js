@@ -2,10 +2,11 @@
 
 import { ApiError, compare, generate, get, key } from "./api.js";
 import { count, plot, strip } from "./charts.js";
-import { element, methodButtons, settingInputs, settingValues } from "./controls.js";
+import { element, methodButtons, settingInputs, settingValues, words } from "./controls.js";
 
 const $ = (id) => document.getElementById(id);
 const SUBJECTS = ["red apple", "cat with sunglasses", "rocket", "cactus", "ghost", "pizza", "happy frog", "birthday cake"];
+const SCALES = ["guidance", "cfg_scale"]; // each sent only if the model has it
 const state = { model: null, methods: [], cache: null, given: {}, running: null, plain: new Map(), points: [], frontier: [] };
 
 async function start() {
@@ -13,12 +14,11 @@ async function start() {
     const [models, cache] = await Promise.all([get("/v1/models"), get("/v1/cache")]);
     showModel(models.data[0], cache);
   } catch (error) {
-    if (error.status === 401) return askForKey();
     if (error.status === 503) {
       showStatus("The model is loading…");
       return setTimeout(start, 700);
     }
-    showStatus(error.message, true);
+    showFailure(error);
   }
 }
 
@@ -30,7 +30,14 @@ function showModel(model, cache) {
   $("model").hidden = false;
   $("steps").max = model.limits.max_steps;
   $("steps").value = Math.min(model.steps, model.limits.max_steps);
-  $("prompt").maxLength = model.limits.max_prompt;
+  $("prompt").maxLength = $("negative").maxLength = model.limits.max_prompt;
+  $("negative-label").hidden = !model.negative_prompt;
+  for (const scale of SCALES) {
+    $(`${scale}-label`).hidden = $(scale).disabled = model[scale] === null;
+    $(scale).value = model[scale] ?? "";
+  }
+  $("size").value = model.size;
+  $("sizes").replaceChildren(...sizes(model).map((value) => element("option", { value })));
   $("style").replaceChildren(element("option", { value: "" }, "none"), ...Object.values(model.styles).map((style) => element("option", { value: style }, style.replace(/ style$/, ""))));
   $("style-label").hidden = Object.keys(model.styles).length === 0;
   $("style").value = model.styles.fluent3d ?? "";
@@ -38,13 +45,23 @@ function showModel(model, cache) {
   const preferred = state.methods.some((m) => m.method === cache.method) ? cache.method : "mag_cache";
   const known = state.methods.find((m) => m.method === linked) ?? state.methods.find((m) => m.method === preferred) ?? state.methods[0];
   if (known.method === cache.method) state.given = { ...cache.settings, ...state.given };
-  const buttons = methodButtons(state.methods, known.method, () => (showSettings({}), updateLink()));
+  const ofDefault = () => (method().method === cache.method ? cache.settings : {});
+  const buttons = methodButtons(state.methods, known.method, () => (showSettings(ofDefault()), updateLink()));
   $("methods").replaceChildren($("methods").querySelector("legend"), element("div", { className: "segments" }, ...buttons));
   showSettings(state.given);
   showStatus("");
   updatePlot();
   if (state.frontier.length) $("plot-note").textContent = "The line is the frontier in the model's profile; each point is a setting you tried.";
   if (linked) run();
+}
+
+/** Sizes to choose from; the field takes any other too. */
+function sizes({ size, square, size_multiple: multiple, limits }) {
+  const [width, height] = size.split("x").map(Number);
+  const shapes = square ? [[1, 1], [2, 2], [4, 4], [8, 8], [16, 16]] : [[1, 1], [1.5, 1], [1, 1.5], [0.5, 0.5], [2, 2]];
+  const round = (side) => (square ? side : Math.max(1, Math.round(side / multiple)) * multiple);
+  const all = shapes.map(([w, h]) => [round(width * w), round(height * h)]);
+  return all.filter((sides) => Math.max(...sides) <= limits.max_size).map((sides) => sides.join("x"));
 }
 
 const method = () => state.methods.find((m) => m.method === document.querySelector("[name=method]:checked")?.value);
@@ -56,10 +73,11 @@ function showSettings(values) {
 
 // Links: the address contains the settings.
 
-const FIELDS = ["prompt", "style", "steps", "guidance", "seed"];
+const FIELDS = ["prompt", "negative", "style", "size", "steps", "guidance", "cfg_scale", "seed"];
 
 function link() {
-  const query = new URLSearchParams(FIELDS.map((name) => [name, $(name).value]));
+  const used = FIELDS.filter((name) => !$(name).closest("[hidden]") && !(name === "negative" && $(name).value === ""));
+  const query = new URLSearchParams(used.map((name) => [name, $(name).value]));
   query.set("method", method().method);
   for (const [name, value] of Object.entries(settingValues(method(), $("settings")))) query.set(`cache.${name}`, JSON.stringify(value));
   return `${location.pathname}?${query}`;
@@ -74,7 +92,7 @@ function readLink() {
     try {
       state.given[name.slice(6)] = JSON.parse(text);
     } catch {
-      showStatus(`${name} in the link is not a valid value.`, true);
+      addMessage(`${name} in the link is not a valid value.`);
     }
   }
   return query.get("method");
@@ -86,15 +104,18 @@ const updateLink = () => history.replaceState(null, "", link());
 
 const requestBody = (cache, steps) => ({
   prompt: $("style").value ? `${$("prompt").value.trim()}, ${$("style").value}` : $("prompt").value.trim(),
+  ...($("negative").value.trim() && state.model.negative_prompt ? { negative_prompt: $("negative").value.trim() } : {}),
+  ...Object.fromEntries(SCALES.filter((scale) => state.model[scale] !== null).map((scale) => [scale, Number($(scale).value)])),
+  size: $("size").value,
   seed: Number($("seed").value),
-  guidance: Number($("guidance").value),
   steps,
-  partial_images: state.model.partial_images ? Math.min(steps - 1, 15) : 0,
+  partial_images: state.model.partial_images ? Math.min(steps - 1, 15, state.model.limits.max_previews) : 0,
   cache,
 });
 
 async function run() {
-  if (!$("form").reportValidity() || !state.model) return;
+  if (!state.model) return start();
+  if (!$("form").reportValidity()) return;
   state.running?.abort();
   const control = (state.running = new AbortController());
   updateLink();
@@ -120,7 +141,7 @@ async function generatePlain(request, signal) {
   const name = JSON.stringify(request);
   if (!state.plain.has(name)) {
     showStatus("Generating without a cache…");
-    if (state.plain.size > 20) state.plain.clearResults();
+    if (state.plain.size > 20) state.plain.clear();
     state.plain.set(name, await generateInto("plain", request, signal));
   } else {
     show("plain", state.plain.get(name), request.steps);
@@ -177,7 +198,7 @@ async function showResult(plain, cached, cache) {
 
 const updatePlot = () => plot($("plot"), state.points.slice(-40), state.frontier);
 
-const labelOf = ({ method: name, ...settings }) => [name, ...Object.values(settings)].join(" ");
+const labelOf = ({ method: name, ...settings }) => [words(name), ...Object.values(settings).map((value) => (typeof value === "object" ? "…" : value))].join(" ");
 const bytes = (n) => (n < 1e3 ? `${n} B` : n < 1e6 ? `${(n / 1e3).toFixed(0)} kB` : n < 1e9 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e9).toFixed(2)} GB`);
 
 function clearResults() {
@@ -201,29 +222,49 @@ function setBusy(yes) {
 
 function showFailure(error) {
   if (error.name === "AbortError") return showStatus("Stopped.");
+  showStatus("");
   if (error.status === 401) return askForKey();
-  showStatus(error instanceof ApiError ? error.message : `The server cannot be reached: ${error.message}`, true);
+  addMessage(error instanceof ApiError ? error.message : `The server cannot be reached: ${error.message}`);
 }
 
-function showStatus(text, bad = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("bad", bad);
+const showStatus = (text) => ($("status").textContent = text);
+
+/** A message stays until it is closed or the user generates again. */
+function addMessage(text) {
+  const close = element("button", { type: "button", title: "Close" }, "×");
+  close.setAttribute("aria-label", "Close this message");
+  const message = element("li", {}, element("span", {}, text), close);
+  close.addEventListener("click", () => message.remove());
+  $("messages").append(message);
 }
+
+const clearMessages = () => $("messages").replaceChildren();
 
 function askForKey() {
+  const wrong = key.get() !== "";
   $("key-label").hidden = false;
   $("key").focus();
-  showStatus("This server requires a key.", true);
+  $("key").select();
+  clearMessages();
+  addMessage(wrong ? "This key is wrong." : "This server requires a key.");
 }
 
-$("form").addEventListener("submit", (event) => (event.preventDefault(), run()));
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  clearMessages();
+  run();
+});
 $("form").addEventListener("change", () => state.model && updateLink());
 $("stop").addEventListener("click", () => state.running?.abort());
 $("dice").addEventListener("click", () => {
   $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] % 100000;
   updateLink();
 });
-$("key").addEventListener("change", () => (key.set($("key").value), start()));
+$("key").addEventListener("change", () => {
+  key.set($("key").value);
+  clearMessages();
+  start();
+});
 $("share").addEventListener("click", async () => {
   updateLink();
   await navigator.clipboard?.writeText(location.href).then(() => showStatus("Link copied."), () => showStatus("The link is in the address bar."));

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from ...errors import HoldoverError
 from ..errors import ApiError
-from ..launch import ServeError, disable_progress_bars, free_port
+from ..launch import ServeError, configure_logging, free_port
 from ..queue import Event, GeneratedImage, ImageSpec, QueueItem, follow
 from ..schemas import CacheReport
 from ..settings import RaySettings, api_keys
@@ -51,8 +51,7 @@ class Replica:
     """A worker that other processes call. Importing this class imports no torch: replicas do when they start."""
 
     def __init__(self, settings: RaySettings) -> None:
-        logging.getLogger("holdover").setLevel(settings.log_level.upper())
-        disable_progress_bars()
+        configure_logging(settings, "holdover")
         self._settings = settings
         self._worker: Worker | None = None
         self._change: asyncio.Task[str | None] | None = None
@@ -133,7 +132,7 @@ class Ingress:
     def __init__(self, settings: RaySettings, keys: Sequence[str], replicas: DeploymentHandle) -> None:
         from ..app import create_app
 
-        logging.getLogger("holdover").setLevel(settings.log_level.upper())
+        configure_logging(settings, "holdover")
         context = ray_serve.get_replica_context()
         self._backend = RayBackend(settings, replicas, DeploymentHandle(context.deployment, context.app_name))
         self._app = create_app(settings, keys, self._backend, behind_proxy=True)
@@ -201,7 +200,7 @@ def _num_gpus(settings: RaySettings) -> float:
 
 def serve(settings: RaySettings) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish running requests; an error if no replica can start."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(settings)
     port = free_port(settings)
     stopped = threading.Event()
     if settings.address == _LOCAL:  # a cluster without a dashboard that reports no usage
