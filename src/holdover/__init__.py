@@ -10,8 +10,9 @@ cache.disable()
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_names
 
 if TYPE_CHECKING:
     from .api import check as check
@@ -77,15 +78,9 @@ _PUBLIC = {
     "teacache": "TeaCacheBackend TeaCacheConfig apply_teacache_hook",
     "zoo": "load",
 }
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__getattr__, _names = lazy_names(__name__, _PUBLIC)
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+__all__ = ["__version__", *_names]
 
 
 def __dir__() -> list[str]:

@@ -77,7 +77,7 @@ def validate(
         raise invalid(f"{model.name} has no previews of unfinished images.", "partial_images")
     image = ImageSpec(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
+        negative_prompt=request.negative_prompt or settings.negative_prompt,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
         size=model.size if model.fixed_size else size,
         output_size=size,

@@ -18,7 +18,7 @@ from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import INPUT_SIGNAL, Signal
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
-from .config import UNNAMED, TeaCacheConfig
+from .config import OWN_CLASS, TeaCacheConfig
 
 
 @cache
@@ -80,8 +80,9 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         profile = self._profile(transformer, pipeline)
         if profile is None:
             measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
+            named = settings.transformer_type if self._is_foreign(transformer) else transformer.class_name
             raise ConfigError(
-                f"No TeaCache coefficients{measured} ship for {transformer.class_name}. Measure them with "
+                f"No TeaCache coefficients{measured} ship for {named}. Measure them with "
                 "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]."
             )
         if settings.signal not in (None, profile.signal):
@@ -104,7 +105,7 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
     def _is_foreign(self, transformer: CachedTransformer) -> bool:
         """Whether the settings name another class than the transformer's own: its constants are borrowed."""
         own = (cls.__name__ for cls in type(transformer.core).__mro__)
-        return self.config.transformer_type not in (UNNAMED, *own)
+        return self.config.transformer_type not in (*OWN_CLASS, *own)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
         _, profile = self._constants[transformer]
@@ -127,7 +128,7 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
 
     def settings_for(self, transformer: nn.Module) -> TeaCacheConfig:
         """The settings with the transformer's own class filled in where none was named."""
-        if self.settings.transformer_type != UNNAMED:
+        if self.settings.transformer_type not in OWN_CLASS:
             return self.settings
         return self.settings.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
 

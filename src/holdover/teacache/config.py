@@ -9,7 +9,7 @@ from ..base import TeaCacheSettings
 from ..config import setting
 from ..profiles import Profile
 
-UNNAMED = "QwenImageTransformer2DModel"  # the documented default; means the transformer's own class
+OWN_CLASS = ("auto", "QwenImageTransformer2DModel")  # both mean the transformer's own; the second is documented
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class TeaCacheConfig(TeaCacheSettings):
 
     `coefficients` are the rescaling polynomial, highest power first. By default they come from `profile`: a Profile
     object, a file, or the name of a shipped profile; else from the shipped profile that matches the model. `signal`
-    selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used,
-    by default the transformer's own. `read="late"` reads the change of the signal at computed steps only and uses it
-    for the held steps that follow.
+    selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used:
+    by default, and for `"auto"`, the transformer's own. `read="late"` reads the change of the signal at computed steps
+    only and uses it for the held steps that follow.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -28,7 +28,9 @@ class TeaCacheConfig(TeaCacheSettings):
     constants: ClassVar[str] = "coefficients"
     vllm_omni: ClassVar[str] = "holdover_tea_cache"
 
-    transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
+    transformer_type: str = setting(
+        OWN_CLASS[1], doc='class whose constants are used; the default and "auto" mean its own'
+    )
     profile: Profile | str | None = setting(
         None, doc="measured constants: a Profile, a file, or the name of a shipped profile"
     )
