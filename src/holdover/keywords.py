@@ -95,7 +95,7 @@ class PlanKeywords(TypedDict, total=False):
     """Settings of `plan`."""
 
     profile: Profile | str | None
-    """Measured constants: a Profile, a file, or a shipped profile; "none" to plan without (default None)."""
+    """Measured constants: a Profile, a file or a shipped profile; "none": unmeasured (default None)."""
     budget: int | str | None
     """Computed steps, or a speed-up such as "4x" (default None)."""
     target: str | None
@@ -292,7 +292,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "profile": (
                 "None",
                 "",
-                'measured constants: a Profile, a file, or a shipped profile; "none" to plan without',
+                'measured constants: a Profile, a file or a shipped profile; "none": unmeasured',
             ),
             "budget": (
                 "None",

@@ -116,7 +116,9 @@ def test_loras_are_added_with_their_weights(flux_folder: Path, lora_file: Path) 
         pipe = load_pipeline(ModelSettings(model=str(flux_folder), lora=loras, height=16, width=16))
         pipe.set_progress_bar_config(disable=True)
         noise = torch.Generator().manual_seed(0)
-        return pipe("dog", 16, 16, num_inference_steps=2, generator=noise, output_type="latent").images  # type: ignore
+        size = {"height": 16, "width": 16, "num_inference_steps": 2}
+        latents: torch.Tensor = pipe("dog", **size, generator=noise, output_type="latent").images
+        return latents
 
     plain = generate()
     assert torch.allclose(generate(f"{lora_file}=0"), plain, atol=1e-6)

@@ -47,10 +47,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    if issubclass(category, HoldoverWarning):
-        typer.echo(f"Warning: {' '.join(str(message).split())}", err=True)
-    else:
-        typer.echo(warnings.formatwarning(message, category, *where[:2]), err=True, nl=False)
+    from tqdm import tqdm
+
+    text = f"Warning: {' '.join(str(message).split())}"
+    if not issubclass(category, HoldoverWarning):
+        text = warnings.formatwarning(message, category, *where[:2]).rstrip()
+    tqdm.write(text, file=sys.stderr)  # on a line of its own, above a progress bar
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

@@ -172,7 +172,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[Point], marks: dict[s
         where: Any = {"xytext": (8, 4), "textcoords": "offset points", "color": marks[p.series]}
         label = p.label.removeprefix(p.series).strip() or p.label  # the color shows the series
         text = axes.annotate(label, (p.speed, p.mean), **where, **font)
-        for lift, (offset, side) in product((4, -11, 14, -21, 24, -31), ((8, "left"), (-8, "right"))):
+        for lift, (offset, side) in product((4, -11, 14, -21), ((8, "left"), (-8, "right"))):
             text.set_position((offset, lift))
             text.set_horizontalalignment(side)
             box = text.get_window_extent().padded(1)
@@ -285,9 +285,23 @@ def plot_prediction(results: Results, prediction: Prediction, width: float, heig
                 axes.axhline(least, color=_INK, lw=1, ls=(0, (2, 2)), alpha=0.75)
                 where: Any = {"xytext": (4, 4), "textcoords": "offset points", "size": 9}
                 axes.annotate(f"target {least:g} dB", (0, least), xycoords=("axes fraction", "data"), **where)
+        _limit_axes(left, curves, prediction)
         if wide and curves:
             _label_curves(figure, right, curves, marks)
         return to_svg()
+
+
+def _limit_axes(axes: Any, curves: dict[str, Points], prediction: Prediction) -> None:
+    """Show both panels, which share their axes, up to slightly more steps than anything measured computed."""
+    measured = [point for points in curves.values() for point in points]
+    measured += [(trial.computed, trial.p10) for trial in prediction.trials if prediction.target.metric == "psnr"]
+    if not measured:
+        return
+    most = 1.1 * max(computed for computed, _ in measured)
+    psnr = [value for computed, value in (*measured, *prediction.psnr) if computed <= most and math.isfinite(value)]
+    psnr += [prediction.target.least] if prediction.target.metric == "psnr" else []
+    room = 0.06 * (max(psnr) - min(psnr))
+    axes.set(xlim=(0, most), ylim=(min(psnr) - room, max(psnr) + room))
 
 
 def _plot_measured(axes: Any, curves: dict[str, Points], prediction: Prediction, marks: dict[str, str]) -> None:
