@@ -10,9 +10,10 @@ cache.disable()
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_names
 
 if TYPE_CHECKING:
     from .api import check as check
@@ -93,18 +94,12 @@ _PUBLIC = {
     "teacache": "TeaCacheBackend TeaCacheConfig apply_teacache_hook",
     "zoo": "load",
 }
-_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__getattr__, _names = lazy_names(__name__, _PUBLIC)
 
 # `from holdover import *` gives what can be imported: cache_dit_backend needs the extra `cache-dit`.
-_MISSING = () if importlib.util.find_spec("cache_dit") else ("cache_dit_backend",)
+_MISSING = () if importlib.util.find_spec("cache_dit") else _PUBLIC["cache_dit_backend"].split()
 
-__all__ = ["__version__", *sorted(name for name, module in _MODULE_OF.items() if module not in _MISSING)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+__all__ = ["__version__", *(name for name in _names if name not in _MISSING)]
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from .base import CacheBackend
 from .config import Config
@@ -12,45 +12,80 @@ from .engine.hooks import has_hooks, remove_hooks
 from .errors import ConfigError, NotEnabledError
 from .selector import backend_class, backend_for_config, own_config
 
+# generated: signatures
 if TYPE_CHECKING:
-    from .cache_dit_backend import CacheDiTBackend, CacheDiTConfig
+    import holdover.cache_dit_backend.backend
+    import holdover.cache_dit_backend.config
+    import holdover.engine.backend
+    import holdover.engine.method
+    import holdover.magcache.backend
+    import holdover.magcache.config
+    import holdover.plan.config
+    import holdover.plan.method
+    import holdover.teacache.backend
+    import holdover.teacache.config
+
+    from . import keywords
     from .engine.parallel import Ranks
-    from .magcache import MagCacheBackend, MagCacheConfig
-    from .methods.easy_cache import EasyCacheBackend, EasyCacheConfig
-    from .methods.first_block import FirstBlockBackend, FirstBlockConfig
-    from .methods.sea_cache import SeaCacheBackend, SeaCacheConfig
-    from .methods.spectrum import SpectrumBackend, SpectrumConfig
-    from .methods.taylor_seer import TaylorSeerBackend, TaylorSeerConfig
-    from .plan import PlanBackend, PlanConfig
-    from .teacache import TeaCacheBackend, TeaCacheConfig
 
 
 @overload
-def enable(pipe: Any, method: Literal["tea_cache"] | TeaCacheConfig, /, **settings: Any) -> TeaCacheBackend: ...
+def enable(
+    pipe: Any,
+    method: Literal["tea_cache"] | holdover.teacache.config.TeaCacheConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.TeaCacheKeywords],
+) -> holdover.teacache.backend.TeaCacheBackend: ...
 @overload
-def enable(pipe: Any, method: Literal["mag_cache"] | MagCacheConfig, /, **settings: Any) -> MagCacheBackend: ...
+def enable(
+    pipe: Any,
+    method: Literal["mag_cache"] | holdover.magcache.config.MagCacheConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.MagCacheKeywords],
+) -> holdover.magcache.backend.MagCacheBackend: ...
 @overload
-def enable(pipe: Any, method: Literal["cache_dit"] | CacheDiTConfig, /, **settings: Any) -> CacheDiTBackend: ...
+def enable(
+    pipe: Any,
+    method: Literal["cache_dit"] | holdover.cache_dit_backend.config.CacheDiTConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.CacheDiTKeywords],
+) -> holdover.cache_dit_backend.backend.CacheDiTBackend: ...
 @overload
-def enable(pipe: Any, method: Literal["plan"] | PlanConfig, /, **settings: Any) -> PlanBackend: ...
+def enable(
+    pipe: Any,
+    method: Literal["plan"] | holdover.plan.config.PlanConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.PlanKeywords],
+) -> holdover.plan.method.PlanBackend: ...
 @overload
-def enable(pipe: Any, method: Literal["easy_cache"] | EasyCacheConfig, /, **settings: Any) -> EasyCacheBackend: ...
+def enable(
+    pipe: Any,
+    method: Literal["none"] | holdover.engine.method.NoneConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.NoneKeywords],
+) -> holdover.engine.backend.NoneBackend: ...
+# end
 @overload
-def enable(pipe: Any, method: Literal["sea_cache"] | SeaCacheConfig, /, **settings: Any) -> SeaCacheBackend: ...
-@overload
-def enable(pipe: Any, method: Literal["first_block"] | FirstBlockConfig, /, **settings: Any) -> FirstBlockBackend: ...
-@overload
-def enable(pipe: Any, method: Literal["taylor_seer"] | TaylorSeerConfig, /, **settings: Any) -> TaylorSeerBackend: ...
-@overload
-def enable(pipe: Any, method: Literal["spectrum"] | SpectrumConfig, /, **settings: Any) -> SpectrumBackend: ...
-@overload
-def enable(pipe: Any, method: str | Config, /, **settings: Any) -> CacheBackend: ...
+def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None) -> CacheBackend: ...
 def enable(pipe: Any, method: str | Config, /, *, ranks: Ranks | None = None, **settings: Any) -> CacheBackend:
     """Enable a cache on a pipeline or a transformer and return it.
 
-    `method` is a name (`"tea_cache"`, `"mag_cache"`, `"cache_dit"`, `"plan"`, `"easy_cache"`, `"sea_cache"`,
-    `"first_block"`, `"taylor_seer"`, `"spectrum"`, `"none"`) with its settings as keywords, or a config object. `ranks`
-    are the process groups that one request runs on; they are needed only if the transformer itself does not show them.
+    `method` is the name of a method with its settings as keywords, or a config object such as `holdover.PlanConfig`,
+    whose docstring has every setting; `holdover methods` lists them all. `ranks` are the process groups that one
+    request runs on; they are needed only if the transformer itself does not show them.
+
+    Type checkers know the settings of each method that is named literally. For a name that is only known at run time,
+    pass the settings as `**settings`, or a config object.
     """
     if isinstance(method, Config):
         backend = backend_for_config(method.replaced(**settings) if settings else method)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from typing_extensions import TypeVar
@@ -47,6 +47,35 @@ def allowed_values(field: dataclasses.Field[Any]) -> str:
     return " and ".join(bounds)
 
 
+def describe_setting(field: dataclasses.Field[Any]) -> str:
+    """What a setting does, its allowed values and its default, in one line."""
+    limits = [allowed_values(field), f"default {field.default!r}"]
+    return f"{field.metadata.get('doc', '')} ({'; '.join(filter(None, limits))})".strip()
+
+
+def check_names(config: str, keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError for a key that is not among the settings of a config class; names the nearest one."""
+    for key in (key for key in keys if key not in known):
+        hint = did_you_mean(key, known) or (f" Known settings: {', '.join(known)}." if known else " It has none.")
+        raise ConfigError(f"{config} has no setting {key!r}.{hint}")
+
+
+def parse_settings(entries: Iterable[str]) -> dict[str, Any]:
+    """`["key=value", ...]` as settings; a value that is no JSON is taken as a string."""
+    settings: dict[str, Any] = {}
+    for entry in entries:
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"A setting is written key=value, not {entry!r}.")
+        if key in settings:
+            raise ConfigError(f"The setting {key!r} is given twice.")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Base class of all configs. Values are checked on construction; an invalid one raises ConfigError.
@@ -59,6 +88,15 @@ class Config:
     color: ClassVar[str] = "grey"  # color of its series in reports: a name in the page's style sheet
     constants: ClassVar[str] = ""  # the setting that replaces the constants of a profile; empty where it uses none
     vllm_omni: ClassVar[str] = ""  # name of its cache backend in vLLM-Omni; empty where it is not offered
+
+    def __init_subclass__(cls) -> None:
+        """Append every setting to the docstring, inherited ones first, for `help` and editors."""
+        bases = [base for base in reversed(cls.__bases__) if issubclass(base, Config)]
+        inherited = {field.name: field for base in bases for field in dataclasses.fields(base)}
+        fields = inherited | {name: f for name, f in vars(cls).items() if isinstance(f, dataclasses.Field)}
+        if cls.__doc__ and fields:
+            lines = "".join(f"\n        {name}: {describe_setting(field)}" for name, field in fields.items())
+            cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Settings:{lines}\n    "
 
     @property
     def batchable(self) -> bool:
@@ -86,15 +124,9 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def check_keys(cls, keys: Iterable[str], others: Iterable[type[Config]] = ()) -> None:
-        """Raise ConfigError for a key that is not a setting; names the method that has it, or the nearest valid key."""
-        known = cls.field_names()
-        for key in (key for key in keys if key not in known):
-            owner = next((other.method for other in others if other.method and key in other.field_names()), None)
-            if owner is not None:
-                raise ConfigError(f"{key!r} is a setting of {owner!r}, not of {cls.method or cls.__name__!r}.")
-            hint = did_you_mean(key, known) or f" Known settings: {', '.join(known)}."
-            raise ConfigError(f"{cls.__name__} has no setting {key!r}.{hint}")
+    def check_keys(cls, keys: Iterable[str]) -> None:
+        """Raise ConfigError for a key that is not a setting; names the nearest valid one."""
+        check_names(cls.__name__, keys, cls.field_names())
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .base import CacheBackend, DiffusionCacheConfig
-from .config import Config
+from .config import Config, allowed_values, check_names
 from .errors import ConfigError, did_you_mean
+from .keywords import SETTINGS, SettingText
 
 # One line per method: its name, the module and the class of its backend.
 BACKENDS = {
@@ -34,8 +35,8 @@ def methods() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if name not in EXTRAS or importlib.util.find_spec(EXTRAS[name][0]))
 
 
-def backend_class(name: str) -> type[CacheBackend]:
-    """The backend class of a method."""
+def check_method(name: str) -> None:
+    """Raise ConfigError for a name that is not a method; imports no method."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigError(
             f"There is no caching method {name!r}.{did_you_mean(name, methods())} Methods: {', '.join(methods())}."
@@ -43,6 +44,33 @@ def backend_class(name: str) -> type[CacheBackend]:
     if name in EXTRAS and name not in methods():
         library, extra = EXTRAS[name]
         raise ConfigError(f"The method {name!r} needs {library}: pip install 'holdover[{extra}]'.")
+
+
+def describe_settings(name: str) -> Mapping[str, SettingText]:
+    """The settings of a method in words: default, allowed values and documentation; imports no method that ships."""
+    check_method(name)
+    if name in SETTINGS:
+        return SETTINGS[name][1]
+    fields = config_class(name).settings()
+    return {field.name: (repr(field.default), allowed_values(field), field.metadata.get("doc", "")) for field in fields}
+
+
+def check_settings(name: str, keys: Iterable[str]) -> None:
+    """Raise ConfigError for an unknown method, or a key that is not one of its settings; imports no method that ships.
+
+    The error names the method that has the key, or the nearest key.
+    """
+    known = describe_settings(name)
+    for key in (key for key in keys if key not in known):
+        owner = next((other for other in BACKENDS if other != name and key in describe_settings(other)), None)
+        if owner is not None:
+            raise ConfigError(f"{key!r} is a setting of {owner!r}, not of {name!r}.")
+    check_names(SETTINGS[name][0] if name in SETTINGS else config_class(name).__name__, keys, known)
+
+
+def backend_class(name: str) -> type[CacheBackend]:
+    """The backend class of a method."""
+    check_method(name)
     module, attribute = BACKENDS[name]
     found: type[CacheBackend] = getattr(importlib.import_module(module), attribute)
     return found
@@ -66,9 +94,8 @@ def config_class(name: str) -> type[Config]:
 
 def own_config(name: str, settings: Mapping[str, Any]) -> Config:
     """Build a method's config from settings; the error for a key of another method names that method."""
-    own = config_class(name)
-    own.check_keys(settings, others=map(config_class, methods()))
-    return own(**settings)
+    check_settings(name, settings)
+    return config_class(name)(**settings)
 
 
 def backend_for_config(config: Config) -> CacheBackend:

@@ -1,11 +1,22 @@
-"""Statistics: which steps were computed and held, why, how long they took, how many bytes were held."""
+"""Statistics: which steps were computed and held, why, how long they took, how many bytes were held.
+
+As text, as plain values, as HTML in a notebook, and as a plot.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from .errors import HoldoverError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COMPUTED, _HELD = "#0a7d72", "#c9c6bd"  # colors of computed and held steps
 
 
 @dataclass(slots=True)
@@ -100,6 +111,49 @@ class GenerationStats:
         lines.append(f"  {self.seconds(True):.2f} s in computed, {self.seconds(False):.2f} s in held forwards")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """A strip of computed and held steps for each branch, for notebooks."""
+        cell = "display:inline-block;width:9px;height:14px;margin-right:1px;border-radius:2px;background:"
+        rows = []
+        for branch in self.branches:
+            strip = ""
+            for f in self.of_branch(branch):
+                color, title = _COMPUTED if f.computed else _HELD, escape(f"step {f.step}: {f.reason}")
+                strip += f'<span style="{cell}{color}" title="{title}"></span>'
+            counts = f"{self.computed[branch]} computed, {self.held[branch]} held"
+            cells = f'<td>{escape(branch)}</td><td style="white-space:nowrap">{strip}</td><td>{counts}</td>'
+            rows.append(f"<tr>{cells}</tr>")
+        head, *_, times = str(self).splitlines()
+        return f"<div><b>{escape(head)}</b><table>{''.join(rows)}</table>{escape(times.strip())}</div>"
+
+    def plot(self) -> Figure:
+        """A matplotlib figure: the computed and held steps of each branch, and the milliseconds of each forward."""
+        try:
+            import matplotlib.pyplot as plt
+            from matplotlib.patches import Patch
+        except ImportError:
+            raise HoldoverError("A plot needs matplotlib: pip install 'holdover[report]'.") from None
+        branches = self.branches
+        figure = plt.figure(figsize=(9, 2.6 + 0.3 * len(branches)), layout="constrained")
+        strip, times = figure.subplots(2, 1, sharex=True, height_ratios=(0.6 + 0.4 * len(branches), 3))
+        for row, branch in enumerate(branches):
+            forwards, width = self.of_branch(branch), 0.86 / len(branches)
+            steps, colors = [f.step for f in forwards], [_COMPUTED if f.computed else _HELD for f in forwards]
+            strip.barh([row] * len(steps), 0.86, 0.8, [step - 0.43 for step in steps], color=colors)
+            left = [step - 0.43 + row * width for step in steps]
+            times.bar(left, [1000 * f.clock() for f in forwards], width, color=colors, align="edge")
+        strip.set_yticks(range(len(branches)), branches)
+        strip.invert_yaxis()
+        strip.spines[:].set_visible(False)
+        strip.tick_params(length=0)
+        strip.set_title(str(self).splitlines()[0], loc="left", size=10)
+        times.set(xlabel="step", ylabel="ms per forward")
+        times.spines[["top", "right"]].set_visible(False)
+        legend = [Patch(color=_COMPUTED, label="computed"), Patch(color=_HELD, label="held")]
+        times.legend(handles=legend, frameon=False, ncols=2, loc="upper right")
+        plt.close(figure)  # so that a notebook shows it once, as the value of the cell
+        return figure
+
 
 @dataclass
 class Stats:
@@ -149,15 +203,28 @@ class Stats:
             "last": [g.as_dict() for g in self.generations],
         }
 
-    def __str__(self) -> str:
+    def _summarize(self) -> list[str]:
+        """The totals and the notes."""
         total = self.computed + self.held
         ratio = f", {total / self.computed:.2f}x fewer" if self.held else ""
         generations = "1 generation" if self.count == 1 else f"{self.count} generations"
         lines = [f"{self.method}: {generations}, {self.computed} of {total} forwards computed{ratio}"]
-        lines += [f"  {note}" for note in self.notes]
-        if self.last is not None:
-            lines.append(f"last generation: {self.last}")
-        return "\n".join(lines)
+        return lines + [f"  {note}" for note in self.notes]
+
+    def __str__(self) -> str:
+        last = [] if self.last is None else [f"last generation: {self.last}"]
+        return "\n".join(self._summarize() + last)
+
+    def _repr_html_(self) -> str:
+        """The totals, the notes and the newest generation, for notebooks."""
+        last = "" if self.last is None else self.last._repr_html_()
+        return f"<div>{'<br>'.join(map(escape, self._summarize()))}{last}</div>"
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of the newest generation: its computed and held steps, and their times."""
+        if self.last is None:
+            raise HoldoverError("There is nothing to plot: no generation has run.")
+        return self.last.plot()
 
 
 class Ledger:

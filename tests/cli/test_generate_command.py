@@ -90,7 +90,7 @@ def test_a_model_from_a_folder(tmp_path: Path) -> None:
         (("dog, glosy 3d style",), "Did you mean 'glossy 3d style'?"),
         (("dog", "--steps", "0"), "steps must be a whole number of at least 1, not 0."),
         (("dog", "--num", "0"), "--num must be 1 or more, not 0."),
-        (("dog", "--seed", "-1"), "seeds must be a whole number of at least 0, not -1."),
+        (("dog", "--seed", "-1"), "seeds must be a whole number from 0 to 18446744073709551615, not -1."),
         (("dog", "--guidance", "nan"), "guidance must be a finite number of at least 0, not nan."),
         (("dog", "--cache", "teacache"), "There is no caching method 'teacache'. Did you mean 'tea_cache'?"),
         (("dog", "--cache", "tea_cache", "--set", "rel_l1=1"), "Did you mean 'rel_l1_thresh'?"),

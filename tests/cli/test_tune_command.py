@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import holdover
-from holdover.cli import app, generation
+from holdover import loading
+from holdover.cli import app
 from holdover.compare import Results
 from holdover.profiles import Profile
 from holdover.report.plots import predict_psnr
@@ -63,7 +64,7 @@ def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
 ) -> None:
     """On a tiny pipeline instead of the emoji model, because there are forty candidates."""
     pipe, page = prompted_flux(), tmp_path / "tuned.html"
-    monkeypatch.setattr(generation, "load_pipeline", lambda name: pipe)
+    monkeypatch.setattr(loading, "load_pipeline", lambda settings: pipe)
     holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
         tmp_path / "p.safetensors"
     )

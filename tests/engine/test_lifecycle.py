@@ -124,7 +124,7 @@ def test_image_to_image_counts_the_steps_that_run():
 def test_an_expert_s_first_step_is_no_sign_that_nothing_can_be_held():
     tiny = PIPELINES["WanPipeline[2.2]"]
     pipe = tiny.build()
-    with holdover.enable(pipe, "plan") as cache, warnings.catch_warnings():
+    with holdover.enable(pipe, "plan", schedule=(0, 1)) as cache, warnings.catch_warnings():
         warnings.simplefilter("error", holdover.HoldoverWarning)
         run(pipe, **tiny.call(steps=2))
         assert {(v.transformer, v.step) for v in cache.stats().last.forwards} == {

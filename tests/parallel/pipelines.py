@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import holdover
+from holdover.plan.search import growing
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 10
@@ -26,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tea_cache": {"coefficients": (1.0, 0.0)},
     "mag_cache": {"mag_ratios": (0.97,) * STEPS, "mag_threshold": 0.12, "mag_retention_ratio": 0.2},
     "cache_dit": {"max_warmup_steps": 2},
-    "plan": {"budget": 5},
+    "plan": {"schedule": growing(STEPS, 5)},
     "none": {},
 }
 # Some steps are held, some are not.

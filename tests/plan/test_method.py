@@ -58,9 +58,36 @@ def test_the_budget_is_what_is_computed_in_every_branch(budget):
 
 def test_the_default_is_a_third_of_the_steps(flux):
     tiny, pipe, _ = flux
-    with holdover.enable(pipe, "plan") as cache:
+    with holdover.enable(pipe, "plan", profile=calibrated(FLUX)) as cache:
         run(pipe, **tiny.call(steps=12))
         assert cache.stats().last.computed == {"cond": 4}
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": 5}, {"budget": "1x"}])
+def test_without_a_profile_a_model_is_refused_in_two_lines(flux, settings):
+    _, pipe, _ = flux
+    with pytest.raises(holdover.ProfileError) as refused:
+        holdover.enable(pipe, "plan", **settings)
+    first, second = str(refused.value).splitlines()
+    assert "no profile of this FluxTransformer2DModel" in first
+    assert "holdover.calibrate(pipe, prompts)" in first
+    assert '"easy_cache"' in second
+    assert 'profile="none"' in second
+    holdover.enable(pipe, "none").disable()  # nothing was left on it
+
+
+def test_whoever_means_it_gets_the_safest_schedule_and_one_warning(flux):
+    tiny, pipe, plain = flux
+    with pytest.warns(holdover.HoldoverWarning, match="not measured on this FluxTransformer2DModel") as caught:
+        cache = holdover.enable(pipe, "plan", profile="none")
+        with cache, cache.using(guard=False):
+            cautious = run(pipe, **tiny.call(steps=12))
+            assert cache.stats().last.trace("cond") == "CCCCCCChChCC"
+        with holdover.enable(pipe, "plan", profile="none", budget=4):
+            windowed = run(pipe, **tiny.call(steps=12))
+    assert len(caught) == 2  # one for each enable
+    assert caught[0].filename == __file__
+    assert 0 < mean_square(cautious, plain) < mean_square(windowed, plain)
 
 
 def test_a_measured_plan_is_better_than_newton_and_both_than_holding(flux):
@@ -79,7 +106,7 @@ def test_a_plan_says_where_it_comes_from_and_what_it_expects(flux):
         text = str(cache.stats())
     assert "profile calibrated-FluxPipeline" in text
     assert "plan: 5 of 12 steps computed (" in text
-    with holdover.enable(pipe, "plan", budget=5) as cache:
+    with holdover.enable(pipe, "plan", schedule=(0, 5)) as cache:
         assert "no profile, so Newton's extrapolation; its quality here was not measured" in str(cache.stats())
 
 
@@ -121,12 +148,13 @@ def test_other_budgets_and_off_for_single_requests(flux):
     assert mean_square(better, plain) < mean_square(usual, plain)
 
 
+@pytest.mark.filterwarnings("ignore:This plan was not measured")
 @pytest.mark.parametrize("name", ["WanPipeline[2.2]", "WanImageToVideoPipeline[2.2]"])
 @pytest.mark.parametrize("measured", [True, False])
 def test_two_experts_share_the_budget_and_each_begins_computed(name, measured):
     tiny = PIPELINES[name]
     pipe = tiny.build()
-    profile = calibrated(name) if measured else None
+    profile = calibrated(name) if measured else "none"
     with holdover.enable(pipe, "plan", profile=profile, budget=6) as cache:
         run(pipe, **tiny.call(steps=12))
         generation = cache.stats().last
@@ -261,7 +289,7 @@ def inputs_of(pipe, tiny, steps):
 def test_a_bare_transformer_must_be_told_the_number_of_steps(flux):
     tiny, pipe, _ = flux
     model, inputs = pipe.transformer, inputs_of(pipe, tiny, 6)
-    with holdover.enable(model, "plan", budget=3) as cache, torch.no_grad():
+    with holdover.enable(model, "plan", profile=calibrated(FLUX), budget=3) as cache, torch.no_grad():
         with pytest.raises(holdover.ConfigError, match=r"cache\.refresh\(transformer, num_inference_steps\)"):
             model(**inputs[0])
         for _ in range(2):

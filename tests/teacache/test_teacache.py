@@ -255,3 +255,18 @@ def test_a_wrong_context_is_refused_before_anything_is_held():
     with holdover.enable(model, "mag_cache", mag_ratios=[1.0] * 4), pytest.raises(TypeError, match="CacheContext"):
         denoise(model)
     unregister_extractor("Unusual")
+
+
+@pytest.mark.parametrize("named", ["auto", "QwenImageTransformer2DModel", "FluxTransformer2DModel"])
+def test_the_type_of_the_transformer_is_its_own_unless_another_is_named(named):
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    with holdover.enable(pipe, "tea_cache", transformer_type=named) as cache:
+        assert cache.settings.transformer_type == "FluxTransformer2DModel"
+        assert "profile tc.flux1-dev" in str(cache.stats())
+
+
+def test_a_type_without_constants_is_named_in_the_error():
+    pipe = PIPELINES["FluxPipeline"].build()
+    with pytest.raises(holdover.ConfigError, match="No TeaCache coefficients ship for Flux9Transformer"):
+        holdover.enable(pipe, "tea_cache", transformer_type="Flux9Transformer")

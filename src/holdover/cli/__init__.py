@@ -1,6 +1,6 @@
 """The command line. Nothing here imports torch until a command needs it."""
 
-from . import generation, serving  # noqa: F401  their commands register themselves with the application
+from . import calibration, generation, serving  # noqa: F401  their commands register themselves with the application
 from .application import app
 
 main = app

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -16,8 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .. import __version__
-from ..errors import ConfigError, HoldoverError, did_you_mean
-from ..zoo import MODELS
+from ..errors import HoldoverError, HoldoverWarning
 
 app = typer.Typer(
     name="holdover",
@@ -27,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-ModelOption = Annotated[str, typer.Option("--model", help="emoji, a folder, or the id of a checkpoint.")]
 
 
 def print_line(text: object) -> None:
@@ -37,9 +34,11 @@ def print_line(text: object) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print errors about input in one line to the error output, and exit with code 2."""
+    """Print errors about input, and warnings of holdover, in one line each to the error output; exit with code 2."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         fail(f"{where}{error.strerror or error}")
@@ -47,42 +46,19 @@ def one_line_errors() -> Iterator[None]:
         fail(str(error))
 
 
+def _print_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    from tqdm import tqdm
+
+    text = f"Warning: {' '.join(str(message).split())}"
+    if not issubclass(category, HoldoverWarning):
+        text = warnings.formatwarning(message, category, *where[:2]).rstrip()
+    tqdm.write(text, file=sys.stderr)  # on a line of its own, above a progress bar
+
+
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print an error message in one line and exit."""
     typer.echo(f"Error: {' '.join(message.split())}", err=True)
     raise typer.Exit(code) from None
-
-
-def load_pipeline(model: str) -> Any:
-    """Load a model of the package, a folder, or a checkpoint by its id; onto the GPU where there is one."""
-    if model not in MODELS and not Path(model).is_dir() and "/" not in model:
-        hint = did_you_mean(model, MODELS)
-        raise ConfigError(f"There is no model {model!r}.{hint} Give 'emoji', a folder or an id like 'owner/name'.")
-    import diffusers.utils.logging as diffusers_logging
-    import torch
-    import transformers.utils.logging as transformers_logging
-    from diffusers import DiffusionPipeline
-
-    from ..zoo import load
-    from ..zoo.emoji import EmojiPipeline
-
-    level = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)  # errors are raised, too
-    diffusers_logging.disable_progress_bar()  # of loading; the bar of the steps is the pipeline's
-    transformers_logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype, index = torch.bfloat16 if device == "cuda" else torch.float32, Path(model) / "model_index.json"
-    try:
-        if model in MODELS:
-            return load(model).to(device)
-        emoji = index.exists() and json.loads(index.read_text("utf-8")).get("_class_name") == EmojiPipeline.__name__
-        options = {"dtype": dtype, "local_files_only": Path(model).is_dir(), "use_safetensors": True}
-        return (EmojiPipeline if emoji else DiffusionPipeline).from_pretrained(model, **options).to(device)
-    except (OSError, ValueError, AttributeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"Cannot load {model!r}: {first}") from None
-    finally:
-        diffusers_logging.set_verbosity(level)
 
 
 def _print_version(requested: bool) -> None:
@@ -103,14 +79,13 @@ def root(version: Annotated[bool, _VERSION] = False) -> None:
 def methods(name: Annotated[str | None, typer.Argument(help="A method; default: all.")] = None) -> None:
     """List the caching methods and their settings, with defaults and allowed values."""
     from .. import selector
-    from ..config import allowed_values
 
     with one_line_errors():
-        configs = [(method, selector.config_class(method)) for method in ([name] if name else selector.methods())]
-    for method, config in configs:
+        found = {method: selector.describe_settings(method) for method in ([name] if name else selector.methods())}
+    for method, settings in found.items():
         table = Table("setting", "default", "allowed", "what it does", title=method, title_justify="left")
-        for field in config.settings():
-            table.add_row(field.name, repr(field.default), allowed_values(field), field.metadata.get("doc", ""))
+        for setting, words in settings.items():
+            table.add_row(setting, *words)
         console.print(table)
 
 
@@ -158,8 +133,9 @@ def info(
         return
     with one_line_errors():
         from ..api import enable
+        from ..loading import ModelSettings, load_pipeline
 
-        pipe = load_pipeline(model)
+        pipe = load_pipeline(ModelSettings(model=model))
         pipe.set_progress_bar_config(disable=True)
         with enable(pipe, "mag_cache", mag_ratios=[1.0, 1.0]) as cache:  # verified in the first generation
             pipe("red apple", num_inference_steps=2)

@@ -6,10 +6,15 @@ results = compare(pipe, Comparison(prompts=("red apple",), candidates=(MethodCan
 print(results)
 """
 
-from .baselines import SecondOrderScheduler, build_frontier_comparison, diffusers_cache
-from .results import Folder, Results, Row
-from .runner import ProgressCallback, compare
-from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .baselines import SecondOrderScheduler, build_frontier_comparison, diffusers_cache
+    from .results import Folder, Results, Row
+    from .runner import ProgressCallback, compare
+    from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, from_mapping, parse_method
 
 __all__ = [
     "Candidate",
@@ -28,3 +33,13 @@ __all__ = [
     "from_mapping",
     "parse_method",
 ]
+# A specification can be read and checked without torch, which the other modules import.
+__getattr__, _ = lazy_names(
+    __name__,
+    {
+        "baselines": "SecondOrderScheduler build_frontier_comparison diffusers_cache",
+        "results": "Folder Results Row",
+        "runner": "ProgressCallback compare",
+        "spec": "Candidate Comparison Custom FewerSteps MethodCandidate from_mapping parse_method",
+    },
+)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ..base import CacheBackend
+from ..config import parse_settings
 from ..errors import ConfigError, did_you_mean
 from ..selector import own_config
 
@@ -111,24 +112,9 @@ def parse_method(text: str) -> MethodCandidate:
     return MethodCandidate(name.strip(), tuple(parse_settings(entry for entry in entries if entry.strip()).items()))
 
 
-def parse_settings(entries: Iterable[str]) -> dict[str, Any]:
-    """`["key=value", ...]` as settings; a value that is no JSON is taken as a string."""
-    settings: dict[str, Any] = {}
-    for entry in entries:
-        key, equals, value = (part.strip() for part in entry.partition("="))
-        if not equals or not key:
-            raise ConfigError(f"A setting is written key=value, not {entry!r}.")
-        if key in settings:
-            raise ConfigError(f"The setting {key!r} is given twice.")
-        try:
-            settings[key] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[key] = value
-    return settings
-
-
 # The comparison.
 
+_LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _RESERVED = ("prompt", "generator", "num_inference_steps", "guidance_scale", "output_type", "return_dict", "latents")
 
 
@@ -170,8 +156,9 @@ class Comparison:
             labels.add(candidate.label)
         if not self.seeds:
             raise ConfigError("seeds must have at least 1 item.")
-        seeds = [("seeds", seed, 0) for seed in self.seeds]
-        for limit in (*seeds, ("steps", self.steps, 1), ("batch_size", self.batch_size, 1), ("warmup", self.warmup, 0)):
+        for seed in self.seeds:
+            _check_whole("seeds", seed, 0, _LARGEST_SEED)
+        for limit in (("steps", self.steps, 1), ("batch_size", self.batch_size, 1), ("warmup", self.warmup, 0)):
             _check_whole(*limit)
         number = isinstance(self.guidance, (int, float)) and not isinstance(self.guidance, bool)
         if self.guidance is not None and not (number and math.isfinite(self.guidance) and self.guidance >= 0):
@@ -233,6 +220,8 @@ def _check_list(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name} must be a whole number {limits}, not {value!r}.")

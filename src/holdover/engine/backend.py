@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -107,6 +108,19 @@ class EngineBackend(CacheBackend[ConfigT]):
         if self._last_stats is None:
             raise NotEnabledError("There are no statistics: the cache was never enabled.")
         return self._last_stats
+
+    def __repr__(self) -> str:
+        """The method with the settings that are not the defaults, the pipeline, and what has run."""
+        engine = self._engine
+        config = self.settings if engine is None else engine.method.config  # `using` and `off` change it
+        values = ((f.name, getattr(config, f.name), f.default) for f in config.settings())
+        changed = ", ".join(f"{name}={reprlib.repr(value)}" for name, value, default in values if value != default)
+        method = f"{type(self).__name__}: {config.method}({changed})"
+        if engine is None:
+            return f"<{method}, {'not enabled' if self._last_stats is None else 'disabled'}>"
+        target = engine.transformers[0].module if engine.pipeline is None else engine.pipeline
+        _, _, state = str(engine.stats()).splitlines()[0].partition(": ")
+        return f"<{method} on {type(target).__name__}, enabled: {state}>"
 
     def using(self, **settings: Any) -> AbstractContextManager[None]:
         return self._require_engine().use(self.make_method(self.settings.replaced(**settings)))

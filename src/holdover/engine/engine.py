@@ -49,6 +49,7 @@ class Engine:
         self._ranks: Ranks | None = None
         self._declared_steps: int | None = None
         self._uncached_forwards = 0
+        self._warned_of_few_steps = False
         self._generation = Generation(method)
         self.branch_state: BranchState | None = None  # of the branch that runs or ran last
 
@@ -194,6 +195,18 @@ class Engine:
         self._generation.drop()
         return plain(*args, **kwargs)
 
+    def _warn_of_few_steps(self, method: Method[Any], steps: int) -> None:
+        """Say once that a generation is too short to gain from a method that holds steps and does not measure."""
+        if steps >= method.least_steps or self._warned_of_few_steps or not method.holds or method.observes:
+            return
+        self._warned_of_few_steps = True
+        warnings.warn(
+            f"With {steps} steps there is little to hold: below {method.least_steps} steps {method.name} costs more "
+            "quality than it saves time. Run models that are distilled to a few steps without a cache.",
+            HoldoverWarning,
+            stacklevel=5,
+        )
+
     def _locate(self, transformer: CachedTransformer, arguments: Mapping[str, Any], timestep: Any) -> tuple[int, str]:
         """The step and branch of a forward; starts a generation where the step shows that one has started."""
         if self.pipeline is not None:
@@ -226,6 +239,7 @@ class Engine:
             grid = self._steps_from(transformer, step)
             if grid.bounded and generation.stats.steps is None:
                 generation.stats.steps = grid.length
+                self._warn_of_few_steps(generation.method, grid.length)
             generation.grids[transformer] = transformer.family.range_of(self.pipeline, transformer.module, grid)
         branches = generation.branches.get(transformer)
         if branches is None:

@@ -13,6 +13,7 @@ from ..metrics import psnr, ssim
 from ..profiles import Profile
 
 DEFAULT_BUDGET = "3x"
+NO_PROFILE = "none"  # as `profile`: plan without measurements
 METRICS = {"psnr": psnr, "ssim": ssim}
 _TARGET = re.compile(r"\s*(\w+)\s*>=\s*(\d+(?:\.\d+)?)\s*(?:dB)?\s*")
 _SPEED_UP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*x\s*")
@@ -68,14 +69,18 @@ class PlanConfig(Config):
 
     Set one of `budget`, `target` and `schedule`; the default is `budget="3x"`. `profile` is the result of
     `holdover.calibrate`: the object, a file, or the name of a shipped profile. Without one, the shipped profile of this
-    model is used; if there is none, the plan is a growing window with Newton extrapolation.
+    model is used; if there is none, the model is refused unless `schedule` names the computed steps. `profile="none"`
+    plans without measurements: by default only single late steps are held, and with a `budget` the computed steps are a
+    growing window.
     """
 
     method: ClassVar[str] = "plan"
     color: ClassVar[str] = "rose"
     vllm_omni: ClassVar[str] = "holdover_plan"
 
-    profile: Profile | str | None = setting(None, doc="measured constants: a Profile, a file, or a shipped profile")
+    profile: Profile | str | None = setting(
+        None, doc='measured constants: a Profile, a file or a shipped profile; "none": unmeasured'
+    )
     budget: int | str | None = setting(None, doc='computed steps, or a speed-up such as "4x"')
     target: str | None = setting(None, doc='minimum quality, such as "psnr>=40" or "ssim>=0.98"')
     schedule: tuple[int, ...] | None = setting(None, doc="the computed steps, counted from 0")

@@ -28,6 +28,7 @@ from ..models.inputs import gather_tensor, get_module_class
 from ..predictors import Newton
 from ..profiles import ModelIdentity, Profile, ProfileFacts, measured
 from ..profiles.profile import SUFFIX
+from .config import NO_PROFILE
 from .error_model import Array, Ranges
 
 NEWTON_DEPTH = 2
@@ -73,9 +74,14 @@ def adapters(transformer: Any) -> tuple[str, ...]:
 
 
 def resolve_profile(profile: Profile | str | None, transformer: nn.Module) -> Profile | None:
-    """A profile from the object, a file or the name of a shipped one; for None, the shipped one of this model."""
+    """A profile from the object, a file or the name of a shipped one; for None, the shipped one of this model.
+
+    None for `"none"`, and where none ships.
+    """
     if isinstance(profile, Profile):
         return profile
+    if profile == NO_PROFILE:
+        return None
     if profile is None:
         name, models = get_module_class(transformer).__name__, [(p, m) for p in measured() for _, m in p.facts.models]
         same_class = [(one, model) for one, model in models if model.transformer_class == name]

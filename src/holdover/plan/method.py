@@ -33,12 +33,12 @@ from ..engine.output import OutputRunner
 from ..engine.parallel import SINGLE_PROCESS, Groups, largest_on_device
 from ..engine.signals import AsyncScalar
 from ..engine.storage import RecentDict
-from ..errors import ConfigError, HoldoverWarning
+from ..errors import ConfigError, HoldoverWarning, ProfileError
 from ..grid import Grid
 from ..policies.base import Scheduled
 from ..predictors import Newton
 from ..profiles import Profile
-from .config import PlanConfig
+from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Measurements, Weights, fit_output, prediction_error
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
 from .planner import Plan, Planner, PlanProblem, digest_weights, plan_problem
@@ -117,6 +117,7 @@ class PlanMemory:
     def __init__(self) -> None:
         self.problems: RecentDict[Any, PlanProblem] = RecentDict(_CACHED_KINDS)
         self.checked: WeakKeyDictionary[CachedTransformer, set[str]] = WeakKeyDictionary()
+        self.warned_unmeasured = False
 
 
 @dataclass
@@ -154,6 +155,11 @@ class PlanMethod(Method[PlanConfig]):
         return self.config.guard and self._profile is not None
 
     @property
+    def least_steps(self) -> int:  # type: ignore[override]
+        measured = self._profile is not None or self.config.schedule is not None
+        return 0 if measured else Method.least_steps
+
+    @property
     def digest(self) -> str:
         """A hash of the weights of the plan that was made last."""
         return digest_weights(next(reversed(self._plans.values())).weights) if self._plans else ""
@@ -168,14 +174,34 @@ class PlanMethod(Method[PlanConfig]):
             self._profile = resolve_profile(self.config.profile, transformer.core) if self.uses_profile else None
             self._planner = Planner(self.config, self._profile)
         if self._profile is None:
-            if self.config.predictor == "least_squares" or self.config.target is not None:
-                raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
+            if self.uses_profile:
+                self._check_unmeasured(transformer)
             return (f"{transformer.name}: no profile, so Newton's extrapolation; its quality here was not measured",)
         checked = self._memory.checked.setdefault(transformer, set())
         if self._profile.digest not in checked:
             check_profile(self._profile, transformer.name, transformer.core)
             checked.add(self._profile.digest)
         return (f"{transformer.name}: profile {self._profile.name}",)
+
+    def _check_unmeasured(self, transformer: CachedTransformer) -> None:
+        """Refuse a plan without a profile; warn where one is asked for, and accept a schedule that the caller gives."""
+        config = self.config
+        if config.predictor == "least_squares" or config.target is not None:
+            raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
+        if config.profile is None and config.schedule is None:
+            raise ProfileError(
+                f"plan has no profile of this {transformer.class_name}. Measure one with "
+                "holdover.calibrate(pipe, prompts) or `holdover calibrate --model MODEL`, and give it as profile=.\n"
+                'Without a profile use "easy_cache", or "mag_cache" where ratios ship; profile="none" plans unmeasured.'
+            )
+        if config.profile == NO_PROFILE and config.schedule is None and not self._memory.warned_unmeasured:
+            self._memory.warned_unmeasured = True
+            warnings.warn(
+                f"This plan was not measured on this {transformer.class_name}: compare its images with uncached ones, "
+                "or measure a profile with holdover.calibrate.",
+                HoldoverWarning,
+                stacklevel=7,  # the caller of holdover.enable
+            )
 
     def on_start(self) -> None:
         self._state = None

@@ -20,7 +20,7 @@ from ..profiles import Certificate, MeasuredPlan, Profile
 from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
 from .error_model import DEPTH, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
 from .generation import GenerationSpec, Preconditioning, euler_response
-from .search import CandidateSchedule, ScheduleSearch, growing
+from .search import CandidateSchedule, ScheduleSearch, cautious, growing
 
 _MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
 
@@ -167,8 +167,9 @@ class Planner:
             return self._choose_for_target(Target.parsed(config.target), problem)
         budget = steps_for(DEFAULT_BUDGET if config.budget is None else config.budget, spec.length)
         if search is None:
-            window = {first + step for step in growing(spec.length, budget)}
-            return CandidateSchedule(tuple(sorted(starts | window)), "growing window, nothing measured")
+            steps = cautious(spec.length) if config.budget is None else growing(spec.length, budget)
+            origin = "single late steps held" if config.budget is None else "growing window"
+            return CandidateSchedule(tuple(sorted(starts | {first + s for s in steps})), f"{origin}, nothing measured")
         tried = next((s for s in self._tried_schedules(problem) if len(s.computed) == budget), None)
         if tried is not None and self.fits_weights:
             return search.evaluate(tried.computed, tried.origin)

@@ -47,6 +47,12 @@ def growing(steps: int, count: int, growth: float = WINDOW_GROWTH) -> tuple[int,
     return _round_to_steps([end * (k / max(count - 1, 1)) ** growth for k in range(count)], steps)
 
 
+def cautious(steps: int) -> tuple[int, ...]:
+    """The first half of the steps, the last, and every second one in between: no two held steps follow each other."""
+    half = math.ceil(steps / 2)
+    return tuple(step for step in range(steps) if step <= half or (step - half) % 2 == 0 or step == steps - 1)
+
+
 def fixed_schedules(steps: int, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Schedules with `count` computed steps that need no measurements, by name."""
     yield "uniform", uniform(steps, count)

@@ -155,24 +155,33 @@ def plot_speed(results: Results, width: float, height: float, salt: str) -> str:
 
 
 def _label_points(figure: Any, axes: Any, points: Sequence[Point], marks: dict[str, str]) -> None:
-    """Write each label next to its point, moved up or down until it covers no other."""
+    """Write each label next to its point where there is room for it; the best points come first.
+
+    A label covers no point and no other label and stays within the axes. One without room is left out: the color shows
+    its series, and the table has all.
+    """
     from matplotlib.transforms import Bbox
 
     figure.canvas.draw()
     inside = axes.get_window_extent()
     places = axes.transData.transform([(p.speed, p.mean) for p in points])
     taken = [Bbox([[x - 5, y - 5], [x + 5, y + 5]]) for x, y in places]
-    for p in sorted(points, key=lambda p: (p.is_baseline, -p.mean)):
-        font = {"weight": "normal", "size": 8} if p.is_baseline else {"weight": "bold", "size": 10}
+    best = set(find_frontier(points))
+    for p in sorted(points, key=lambda p: (p not in best, p.is_baseline, -p.mean)):
+        font = {"weight": "normal", "size": 8} if p.is_baseline else {"weight": "bold", "size": 9}
         where: Any = {"xytext": (8, 4), "textcoords": "offset points", "color": marks[p.series]}
-        text = axes.annotate(p.label, (p.speed, p.mean), **where, **font)
-        for lift, (offset, side) in product((4, -11, 14, -21, 24, -31), ((8, "left"), (-8, "right"))):
+        label = p.label.removeprefix(p.series).strip() or p.label  # the color shows the series
+        text = axes.annotate(label, (p.speed, p.mean), **where, **font)
+        for lift, (offset, side) in product((4, -11, 14, -21), ((8, "left"), (-8, "right"))):
             text.set_position((offset, lift))
             text.set_horizontalalignment(side)
-            box = text.get_window_extent()
-            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and not any(box.overlaps(other) for other in taken):
+            box = text.get_window_extent().padded(1)
+            within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if within and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
                 break
-        taken.append(box)
+        else:
+            text.remove()
 
 
 # Predicted and measured.
@@ -276,9 +285,23 @@ def plot_prediction(results: Results, prediction: Prediction, width: float, heig
                 axes.axhline(least, color=_INK, lw=1, ls=(0, (2, 2)), alpha=0.75)
                 where: Any = {"xytext": (4, 4), "textcoords": "offset points", "size": 9}
                 axes.annotate(f"target {least:g} dB", (0, least), xycoords=("axes fraction", "data"), **where)
+        _limit_axes(left, curves, prediction)
         if wide and curves:
             _label_curves(figure, right, curves, marks)
         return to_svg()
+
+
+def _limit_axes(axes: Any, curves: dict[str, Points], prediction: Prediction) -> None:
+    """Show both panels, which share their axes, up to slightly more steps than anything measured computed."""
+    measured = [point for points in curves.values() for point in points]
+    measured += [(trial.computed, trial.p10) for trial in prediction.trials if prediction.target.metric == "psnr"]
+    if not measured:
+        return
+    most = 1.1 * max(computed for computed, _ in measured)
+    psnr = [value for computed, value in (*measured, *prediction.psnr) if computed <= most and math.isfinite(value)]
+    psnr += [prediction.target.least] if prediction.target.metric == "psnr" else []
+    room = 0.06 * (max(psnr) - min(psnr))
+    axes.set(xlim=(0, most), ylim=(min(psnr) - room, max(psnr) + room))
 
 
 def _plot_measured(axes: Any, curves: dict[str, Points], prediction: Prediction, marks: dict[str, str]) -> None:
@@ -318,12 +341,20 @@ def _label_curves(figure: Any, axes: Any, curves: dict[str, Points], marks: dict
     figure.canvas.draw()
     low, high = axes.get_ylim()
     spacing = (high - low) * 15 / axes.get_window_extent().height * figure.dpi / 72
-    heights: list[float] = []
-    for _, psnr in ends.values():
-        heights.append(max(psnr, heights[-1] + spacing) if heights else psnr)
-    shift = (heights[-1] - psnr) / 2
+    heights = _spread([psnr for _, psnr in ends.values()], spacing, low + spacing / 2, high - spacing / 2)
     for height, (series, end) in zip(heights, ends.items(), strict=True):
         color, weight, name = marks[series], "bold" if series == PLAN else "normal", BASELINES.get(series, series)
-        axes.plot([end[0], column], [end[1], height - shift], color=color, lw=0.6, alpha=0.6)
-        axes.text(column, height - shift, f" {name}", color=color, size=9, va="center", weight=weight)
+        axes.plot([end[0], column], [end[1], height], color=color, lw=0.6, alpha=0.6)
+        axes.text(column, height, f" {name}", color=color, size=9, va="center", weight=weight)
     axes.set_ylim(low, high)
+
+
+def _spread(wanted: Sequence[float], spacing: float, low: float, high: float) -> list[float]:
+    """Increasing heights moved apart to at least `spacing`, between two limits if they fit there."""
+    heights: list[float] = []
+    for height in wanted:
+        heights.append(max(height, low, *(h + spacing for h in heights[-1:])))
+    for index in reversed(range(len(heights))):
+        above = heights[index + 1] - spacing if index + 1 < len(heights) else high
+        heights[index] = min(heights[index], above)
+    return heights

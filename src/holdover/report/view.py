@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import statistics
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..metrics import METRICS
 from .plots import BASELINES, Prediction, assign_colors, get_series, plot_prediction, plot_speed
 
 MAX_IMAGES = 8  # of a row that the page shows
+MAX_ROWS = 8  # of cached candidates; with more, one of each series is shown and the others are folded
 _EMBEDDED, _UNCHANGED = 448, 160  # the largest side of an embedded image, and up to which side it is kept as it is
 
 
@@ -52,6 +54,7 @@ def build_page(results: Results, folder: Path, prediction: Prediction | None) ->
         "prompts": [f"{prompt}, seed {seed}" for prompt, seed in images[:MAX_IMAGES]],
         "count": len(images),
         "rows": rows,
+        "groups": _group_rows(results, rows[1:]),
         "metrics": [METRICS[name].title for name in metrics if name != "psnr"],
         "legend": [(BASELINES.get(name, name), color) for name, color in colors.items()],
         "wide": plot_speed(results, 8.6, 4.6, "wide") if measured else "",
@@ -59,6 +62,26 @@ def build_page(results: Results, folder: Path, prediction: Prediction | None) ->
         "prediction": _build_prediction(results, prediction) if measured and prediction is not None else None,
         "unavailable": [(METRICS[name].title, why) for name, why in results.unavailable.items()],
     }
+
+
+def _group_rows(results: Results, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows by series: of many, the one whose speed-up is closest to the median is shown, the others are folded."""
+    measured = [row for row in results.rows if row.error is None]
+    folds = sum(row.kind in ("method", "custom") for row in results.rows) > MAX_ROWS
+    middle = statistics.median(results.speedup(row) for row in measured) if measured else 1.0
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(results.rows):
+        alone = not folds or row.error is not None
+        groups.setdefault(f"{get_series(row)} {index}" if alone else get_series(row), []).append(index)
+    found = []
+    for indices in groups.values():
+        shown = indices[0]
+        if len(indices) > 1:
+            shown = min(indices, key=lambda index: abs(results.speedup(results.rows[index]) - middle))
+        series = get_series(results.rows[shown])
+        more = [rows[index] for index in indices if index != shown]
+        found.append({"shown": rows[shown], "more": more, "name": BASELINES.get(series, series)})
+    return found
 
 
 def _build_prediction(results: Results, prediction: Prediction) -> dict[str, Any]:

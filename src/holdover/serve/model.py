@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    AutoPipelineForImage2Image,
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-)
+from diffusers import AutoencoderKL, AutoPipelineForImage2Image, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from transformers import PreTrainedTokenizerBase
 
 from ..engine.backend import find_transformers
 from ..errors import EnableError
+from ..loading import image_size, load_pipeline
 from ..zoo import MODELS
-from ..zoo.emoji import STYLES, WEIGHTS, EmojiPipeline
+from ..zoo.emoji import STYLES, EmojiPipeline
 from .queue import ImageSpec, Pixels, Size
 from .settings import Settings
 from .validation import ModelInfo
@@ -80,14 +77,11 @@ class ServedModel:
 
 
 def load_model(settings: Settings) -> ServedModel:
-    """The model of a server's settings, from safetensors only."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if settings.device == "auto" else settings.device)
-    default = "float32" if device.type == "cpu" else "bfloat16"
-    dtype = getattr(torch, default if settings.dtype == "auto" else settings.dtype)
-    cls, source = (EmojiPipeline, WEIGHTS) if settings.model in MODELS else (DiffusionPipeline, settings.model)
-    pipeline = cls.from_pretrained(str(source), use_safetensors=True, dtype=dtype)
-    return ServedModel(settings.model, pipeline.to(device))
+    """The model of a server's settings; its images have their size where a request names none."""
+    model = ServedModel(settings.model, load_pipeline(settings))
+    width, height = model.info.size
+    model.info = replace(model.info, size=(settings.width or width, settings.height or height))
+    return model
 
 
 def find_editor(pipeline: Any) -> Any | None:
@@ -106,11 +100,6 @@ def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> 
     parameters = inspect.signature(pipeline.__call__).parameters
     steps = parameters["num_inference_steps"].default
     transformer: Any = next(iter(find_transformers(pipeline).values()))
-    if name in MODELS:
-        side = int(pipeline.config.sample_size)
-    else:
-        latents = getattr(pipeline, "default_sample_size", None) or transformer.config.get("sample_size", 128)
-        side = int(latents) * int(getattr(pipeline, "vae_scale_factor", 8))
     edits = {} if editor is None else dict(inspect.signature(editor.__call__).parameters)
     return ModelInfo(
         name=name,
@@ -118,7 +107,7 @@ def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> 
         transformer=type(transformer).__name__,
         parameters=frozenset(parameters),
         steps=steps if isinstance(steps, int) else 50,
-        size=(side, side),
+        size=image_size(pipeline),
         size_multiple=int(pipeline.image_processor.config.vae_scale_factor),
         fixed_size=name in MODELS,
         partial_images=decodes and "callback_on_step_end" in parameters,

@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..config import Config, setting
+from ..config import setting
 from ..errors import ConfigError
+from ..loading import ModelSettings
 from ..selector import own_config
 
 API_KEYS = "HOLDOVER_API_KEYS"
 
 
 @dataclass(frozen=True)
-class Settings(Config):
-    """The settings of one server; each is a flag of the same name."""
+class Settings(ModelSettings):
+    """The settings of one server; each is a flag of the same name. Those of the model are inherited."""
 
-    model: str = setting("emoji", doc="a model in the box, the folder of a diffusers pipeline, or a name on the hub")
     cache_backend: str = setting("none", doc="default caching method, for requests that name none")
     cache_config: str = setting("{}", doc="settings of that method, as a JSON object")
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every interface")
@@ -50,12 +50,6 @@ class Settings(Config):
     header_timeout: float = setting(10.0, gt=0, doc="seconds that a client has to send the header of a request")
     body_timeout: float = setting(60.0, gt=0, doc="seconds that a client has to send the body, and to read a response")
     keep_alive: int = setting(5, ge=1, doc="seconds that an idle connection stays open")
-    device: str = setting("auto", doc="cpu, cuda, cuda:1, mps; auto uses the GPU if there is one")
-    dtype: str = setting(
-        "auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        doc="data type of the weights; auto is float32 on a CPU, bfloat16 elsewhere",
-    )
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
     log_format: str = setting("text", choices=("text", "json"), doc="a line of text or a JSON object for each record")

@@ -101,7 +101,7 @@ def validate(
         raise invalid(f"strength is {strength:g}, which leaves none of {steps} steps: raise one of them.", "strength")
     spec = ImageSpec(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
+        negative_prompt=request.negative_prompt or settings.negative_prompt,
         seed=secrets.randbits(32) if request.seed is None else request.seed,
         size=model.size if model.fixed_size else size,
         output_size=size,

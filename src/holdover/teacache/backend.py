@@ -20,7 +20,7 @@ from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
-from .config import UNNAMED, TeaCacheConfig
+from .config import OWN_CLASS, TeaCacheConfig
 
 
 @cache
@@ -33,14 +33,14 @@ def polynomial_of(fit: TeaCacheFit) -> Polynomial:
 
 def name_transformer(config: TeaCacheConfig, transformer: nn.Module) -> TeaCacheConfig:
     """The config with the transformer's own class filled in where none was named."""
-    if config.transformer_type != UNNAMED:
+    if config.transformer_type not in OWN_CLASS:
         return config
     return config.replaced(transformer_type=get_module_class(unwrap_module(transformer)).__name__)
 
 
 def find_named_extractor(config: TeaCacheConfig, transformer: nn.Module) -> Extractor | None:
     """The extractor registered for the class that the config names, else for the transformer's own."""
-    named = None if config.transformer_type == UNNAMED else EXTRACTOR_REGISTRY.get(config.transformer_type)
+    named = None if config.transformer_type in OWN_CLASS else EXTRACTOR_REGISTRY.get(config.transformer_type)
     return named or find_extractor(transformer)
 
 
@@ -96,8 +96,9 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         profile = self._profile(transformer, pipeline)
         if profile is None:
             measured = f" measured with the signal {settings.signal!r}" if settings.signal is not None else ""
+            named = settings.transformer_type if self._is_foreign(transformer) else transformer.class_name
             raise ConfigError(
-                f"No TeaCache coefficients{measured} ship for {transformer.class_name}. Measure them with "
+                f"No TeaCache coefficients{measured} ship for {named}. Measure them with "
                 "holdover.teacache.estimate_coefficients(pipe, prompts), or give coefficients=[...]. "
                 + WITHOUT_CONSTANTS
             )
@@ -121,7 +122,7 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
     def _is_foreign(self, transformer: CachedTransformer) -> bool:
         """Whether the settings name another class than the transformer's own: its constants are borrowed."""
         own = (cls.__name__ for cls in type(transformer.core).__mro__)
-        return self.config.transformer_type not in (UNNAMED, *own)
+        return self.config.transformer_type not in (*OWN_CLASS, *own)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
         settings, profile = self.config, self.profile(transformer)

@@ -9,7 +9,7 @@ from ..base import TeaCacheSettings
 from ..config import setting
 from ..profiles import Profile
 
-UNNAMED = "QwenImageTransformer2DModel"  # the documented default; means the transformer's own class
+OWN_CLASS = ("auto", "QwenImageTransformer2DModel")  # both mean the transformer's own; the second is documented
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class TeaCacheConfig(TeaCacheSettings):
 
     `coefficients` are the rescaling polynomial, highest power first. By default they come from `profile`: a Profile
     object, a file, or the name of a shipped profile; else from the shipped profile that matches the model. `signal`
-    selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used,
-    by default the transformer's own; an extractor registered for it is used. `read="late"` reads the change of the
-    signal at computed steps only and uses it for the held steps that follow. `clamp=False` and `compute_last=False` are
-    vLLM-Omni's rule: the polynomial as it is, and a last step that may be held.
+    selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used:
+    by default, and for `"auto"`, the transformer's own; an extractor registered for it is used. `read="late"` reads the
+    change of the signal at computed steps only and uses it for the held steps that follow. `clamp=False` and
+    `compute_last=False` are vLLM-Omni's rule: the polynomial as it is, and a last step that may be held.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -29,7 +29,9 @@ class TeaCacheConfig(TeaCacheSettings):
     constants: ClassVar[str] = "coefficients"
     vllm_omni: ClassVar[str] = "holdover_tea_cache"
 
-    transformer_type: str = setting(UNNAMED, doc="class whose constants are used")
+    transformer_type: str = setting(
+        OWN_CLASS[1], doc='class whose constants are used; the default and "auto" mean its own'
+    )
     profile: Profile | str | None = setting(
         None, doc="measured constants: a Profile, a file, or the name of a shipped profile"
     )

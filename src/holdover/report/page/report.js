@@ -31,3 +31,11 @@ heads.forEach((head, column) => head.querySelector("button").addEventListener("c
   const sign = order === "ascending" ? 1 : -1;
   body.append(...[...body.rows].sort((a, b) => sign * compare(key(a, column), key(b, column))));
 }));
+
+// A long table shows its first rows, which are those that the header was sorted by, until it is unfolded.
+const SHOWN = 14, unfold = document.getElementById("unfold");
+if (body.rows.length > SHOWN + 4) {
+  body.classList.add("folded");
+  unfold.hidden = false;
+  unfold.addEventListener("click", () => { body.classList.remove("folded"); unfold.hidden = true; });
+}
