@@ -5,14 +5,19 @@ from .backend import MagCacheBackend
 from .config import MagCacheConfig
 from .hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
 from .strategy import (
+    Flux2MagCacheStrategy,
     FluxMagCacheStrategy,
     MagCacheStrategy,
+    MagCacheStrategyRegistry,
     TransformerBlockMetadata,
+    TransformerBlockRegistry,
+    get_strategy,
     register_strategy,
     unregister_strategy,
 )
 
 __all__ = [
+    "Flux2MagCacheStrategy",
     "FluxMagCacheStrategy",
     "MagCacheBackend",
     "MagCacheBlockHook",
@@ -20,8 +25,11 @@ __all__ = [
     "MagCacheHeadHook",
     "MagCacheState",
     "MagCacheStrategy",
+    "MagCacheStrategyRegistry",
     "TransformerBlockMetadata",
+    "TransformerBlockRegistry",
     "apply_mag_cache_hook",
+    "get_strategy",
     "register_strategy",
     "unregister_strategy",
 ]

@@ -8,6 +8,7 @@ schemas     requests and responses           validation  what a request may ask 
 queue       items with futures, batches      worker      the thread that owns the pipeline and its cache
 model       the pipeline, previews           metrics     Prometheus
 settings    every flag of the server         launch      starting a server
+tensor_parallel  one model over several processes
 ray         the same server with replicas on many machines
 ```
 """

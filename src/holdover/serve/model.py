@@ -56,6 +56,9 @@ class ServedModel:
         )
         return to_pixels(output.images)
 
+    def close(self) -> None:
+        """Release what the model uses outside this process: nothing."""
+
     def count_tokens(self, prompt: str) -> int:
         """Number of tokens of a prompt; 0 if the pipeline has no tokenizer."""
         tokenizer = self.pipeline.components.get("tokenizer")
@@ -64,13 +67,36 @@ class ServedModel:
 
 def load_model(settings: Settings) -> ServedModel:
     """The model of a server's settings, from safetensors only."""
+    device = select_device(settings)
+    if settings.enable_cpu_offload and device.type == "cpu":
+        raise EnableError("enable_cpu_offload needs an accelerator to load weights onto, and the device is the CPU.")
+    if settings.tensor_parallel_size > 1:
+        from .tensor_parallel import load_split_model  # which needs this module
+
+        return load_split_model(settings, device)
+    return ServedModel(settings.model, place_pipeline(load_pipeline(settings, device), settings, device))
+
+
+def select_device(settings: Settings) -> torch.device:
+    """The device of a server: the one it was told, else the GPU if there is one."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if settings.device == "auto" else settings.device)
+    return torch.device(found if settings.device == "auto" else settings.device)
+
+
+def load_pipeline(settings: Settings, device: torch.device) -> Any:
+    """The pipeline in host memory, in the dtype for that device."""
     default = "float32" if device.type == "cpu" else "bfloat16"
     dtype = getattr(torch, default if settings.dtype == "auto" else settings.dtype)
     cls, source = (EmojiPipeline, WEIGHTS) if settings.model in MODELS else (DiffusionPipeline, settings.model)
-    pipeline = cls.from_pretrained(str(source), use_safetensors=True, dtype=dtype)
-    return ServedModel(settings.model, pipeline.to(device))
+    return cls.from_pretrained(str(source), use_safetensors=True, dtype=dtype)
+
+
+def place_pipeline(pipeline: Any, settings: Settings, device: torch.device) -> Any:
+    """The pipeline on its device, or with hooks that load each of its models when it runs."""
+    if not settings.enable_cpu_offload:
+        return pipeline.to(device)
+    pipeline.enable_model_cpu_offload(device=device)
+    return pipeline
 
 
 def _model_info(name: str, pipeline: Any, decodes: bool) -> ModelInfo:

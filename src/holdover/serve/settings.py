@@ -43,6 +43,10 @@ class Settings(Config):
         choices=("auto", "float32", "bfloat16", "float16"),
         doc="data type of the weights; auto is float32 on a CPU, bfloat16 elsewhere",
     )
+    enable_cpu_offload: bool = setting(
+        False, doc="keep the weights in host memory and load each model onto the GPU only while it runs"
+    )
+    tensor_parallel_size: int = setting(1, ge=1, doc="number of GPUs that every weight of the transformer is split over")
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
 
@@ -99,6 +103,8 @@ class RaySettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("tensor_parallel_size is for one server: on Ray, each replica has a GPU of its own.")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}, less than replicas, which is {self.replicas}.")
 

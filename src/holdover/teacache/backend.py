@@ -55,10 +55,10 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         signal, profile = self._constants[transformer] = self._resolve(transformer, pipeline)
         least = max(polynomial_of(fit).minimum() for _, fit in profile.fits)
-        if 0 < self.config.rel_l1_thresh <= least:
+        if 0 < self.config.threshold <= least:
             warnings.warn(
                 f"TeaCache can never hold a step of {transformer.class_name} at "
-                f"rel_l1_thresh={self.config.rel_l1_thresh:g}: its polynomial adds at least {least:.3g} at every "
+                f"rel_l1_thresh={self.config.threshold:g}: its polynomial adds at least {least:.3g} at every "
                 "step. Use a threshold above that, or measure coefficients of your own with "
                 "holdover.teacache.estimate_coefficients.",
                 HoldoverWarning,
@@ -108,7 +108,7 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> TeaCachePolicy:
         _, profile = self._constants[transformer]
-        rescale, threshold = polynomial_of(profile.fit(branch)), self.config.rel_l1_thresh
+        rescale, threshold = polynomial_of(profile.fit(branch)), self.config.threshold
         return TeaCachePolicy(threshold, rescale, grid, retained=profile.retained, late=self.reads_late)
 
     def signal(self, transformer: CachedTransformer) -> Signal:

@@ -10,6 +10,9 @@ from ..config import setting
 from ..profiles import Profile
 
 UNNAMED = "QwenImageTransformer2DModel"  # the documented default; means the transformer's own class
+DEFAULT_THRESHOLD = 0.2
+# What `rel_l1_thresh=None` means for a class, if not 0.2. From vllm-omni 0.30.0, diffusion/cache/teacache/config.py:97
+MODEL_THRESHOLDS = {"MiniMaxH3DiTModel": 0.17, "MiniMaxH3Transformer3DModel": 0.17}
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class TeaCacheConfig(TeaCacheSettings):
     object, a file, or the name of a shipped profile; else from the shipped profile that matches the model. `signal`
     selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used,
     by default the transformer's own. `read="late"` reads the change of the signal at computed steps only and uses it
-    for the held steps that follow.
+    for the held steps that follow. With `rel_l1_thresh=None`, `threshold` is the default of that class.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -35,3 +38,10 @@ class TeaCacheConfig(TeaCacheSettings):
     signal: str | None = setting(None, doc="name of the model's signal to compare")
     read: str = setting("now", choices=("now", "late"), doc="read the change at every step, or only at computed steps")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of held residuals")
+
+    @property
+    def threshold(self) -> float:
+        """`rel_l1_thresh`, or the default of the class in `transformer_type`."""
+        if self.rel_l1_thresh is not None:
+            return self.rel_l1_thresh
+        return MODEL_THRESHOLDS.get(self.transformer_type, DEFAULT_THRESHOLD)
