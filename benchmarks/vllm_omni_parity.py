@@ -2,9 +2,9 @@
 
     pip download --no-deps vllm-omni==0.30.0 -d /tmp/wheels
 
-The wheel is read, not installed: its pure modules run with `vllm` replaced by a stub. Each case is run by both sides and
-their results are compared, numbers bit by bit. `--record tests/spec/vllm_omni.json` keeps the results of vLLM-Omni as
-test data. Last, a tiny FLUX transformer generates under both, on the same weights in the same memory.
+The wheel is read, not installed: its pure modules run with `vllm` replaced by a stub. Each case is run by both sides
+and their results are compared, numbers bit by bit. `--record tests/spec/vllm_omni.json` keeps the results of vLLM-Omni
+as test data. Last, a tiny FLUX transformer generates under both, on the same weights in the same memory.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class Theirs:
         return strategy.compute_calibration_metrics(make_tensor(seed or 0, *shape), before)
 
     def mag_decisions(self, ratios: str, steps: int, **limits: Any) -> str:
-        strategy = getattr(self.strategies, {"vllm.flux1": "Flux", "vllm.flux2": "Flux2"}[ratios] + "MagCacheStrategy")()
+        strategy = getattr(
+            self.strategies, {"vllm.flux1": "Flux", "vllm.flux2": "Flux2"}[ratios] + "MagCacheStrategy"
+        )()
         taken = strategy.nearest_interp(strategy.mag_ratios, steps)
         config = self.mag_config.MagCacheConfig(num_inference_steps=steps, mag_ratios=taken, **limits)
         model = Transformer()

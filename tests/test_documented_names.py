@@ -18,7 +18,7 @@ import pytest
 import torch
 from cache_dit.caching import CachedAdapter, CachedContextManager
 from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
-from diffusers.hooks import HookRegistry, ModelHook, _helpers
+from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 import holdover
@@ -37,19 +37,15 @@ from holdover.cache_dit_backend import (
 )
 from holdover.context import CacheContext
 from holdover.engine.backend import BranchStateManager, find_cache
-from holdover.errors import ConfigError, UnsupportedModelError
 from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
 from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
 from holdover.magcache.strategy import (
     FluxMagCacheStrategy,
     MagCacheStrategy,
     TransformerBlockMetadata,
-    register_strategy,
-    unregister_strategy,
 )
 from holdover.profiles import shipped
 from holdover.prompt_embed_cache import PromptEmbedCache
-from holdover.selector import get_cache_backend
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig, TeaCacheState, register_extractor, unregister_extractor
 from holdover.teacache.hook import TeaCacheHook, apply_teacache_hook
 from tiny.models import MODELS, with_timestep

@@ -25,7 +25,7 @@ from holdover.prompt_embed_cache import (
 )
 
 ENABLE, SIZE = "OMNI_DIFFUSION_PROMPT_EMBED_CACHE", "OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE"
-Embeds = namedtuple("Embeds", ["prompt", "mask"])  # noqa: PYI024
+Embeds = namedtuple("Embeds", ["prompt", "mask"])
 
 
 class Log:
@@ -293,7 +293,9 @@ def test_OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE(env: pytest.MonkeyPatch) -> None
     assert resolve_prompt_embed_cache_config(True, 7) == (True, 5)
 
 
-@pytest.mark.parametrize(("name", "text"), [(ENABLE, "maybe"), (ENABLE, "2"), (SIZE, "many"), (SIZE, "0"), (SIZE, "-3")])
+@pytest.mark.parametrize(
+    ("name", "text"), [(ENABLE, "maybe"), (ENABLE, "2"), (SIZE, "many"), (SIZE, "0"), (SIZE, "-3")]
+)
 def test_a_variable_that_cannot_be_read_is_ignored_with_a_warning(
     env: pytest.MonkeyPatch, name: str, text: str
 ) -> None:

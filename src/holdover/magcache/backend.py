@@ -16,7 +16,7 @@ from ..grid import Grid
 from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
 from ..profiles import MagCacheProfile, MagCacheRatios, find, save, shipped
-from .calibration import Calibration, log_calibration, step_figures
+from .calibration import Calibration, log_calibration
 from .config import MagCacheConfig
 from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, StrategyPasses
 
@@ -63,14 +63,14 @@ class MagCacheMethod(Method[MagCacheConfig]):
             ratios = tuple(float(r) for r in strategy.mag_ratios)
             return _as_profile(type(strategy).__name__, transformer, {"": ratios})
         wanted = self.config.transformer_type
-        if self.config.profile is None and wanted not in (None, *(c.__name__ for c in type(transformer.core).__mro__)):
+        if self.config.profile is None and wanted not in ("", *(c.__name__ for c in type(transformer.core).__mro__)):
             profile = next((p for p in shipped("mag_cache") if p.transformer_class == wanted), None)
         else:
             profile = find("mag_cache", transformer.core, pipeline, self.config.profile)
         if profile is None:
             raise ConfigError(
-                f"No magnitude ratios ship for {wanted or transformer.class_name}. Measure them: run a generation under "
-                'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
+                f"No magnitude ratios ship for {wanted or transformer.class_name}. Measure them: run a generation "
+                'under holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
                 'profile="ratios.json".'
             )
         return profile
@@ -102,7 +102,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
     def observe(self, computed: ComputedForward) -> None:
         assert self.calibration is not None
         strategy = self._strategies[computed.transformer]
-        self.calibration.add(computed, step_figures if strategy is None else strategy.measure_step)
+        self.calibration.add(computed, None if strategy is None else strategy.measure_step)
 
     def on_end(self) -> None:
         if self.calibration is None:

@@ -34,14 +34,14 @@ class Calibration:
         self._count = 0
         self._noise: tuple[float, ...] = ()
 
-    def add(self, computed: ComputedForward, measure: Measure) -> None:
+    def add(self, computed: ComputedForward, measure: Measure | None = None) -> None:
         """Compare a residual with the one of the step before."""
         branch = self._branches.setdefault(computed.branch, _Branch())
         self._class_name = computed.transformer.class_name
         if computed.grid.bounded:
             self._count, self._noise = computed.grid.count, computed.grid.noise
         first = computed.step == computed.grid.first or not branch.previous
-        figures = NEUTRAL if first else measure(computed.residual, branch.previous)
+        figures = NEUTRAL if first else (measure or step_figures)(computed.residual, branch.previous)
         branch.steps.setdefault(computed.step, []).append(figures)
         branch.previous = computed.residual
 

@@ -36,7 +36,9 @@ class MagCacheConfig(MagCacheSettings):
     interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are adapted to another step count")
     calibration_path: str | None = setting(None, doc="file in which a calibration is saved as a profile")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of held residuals")
-    transformer_type: str | None = setting(None, doc="class whose strategy and ratios are used")
+    transformer_type: str = setting(
+        "", doc="class whose strategy and ratios are used; by default the transformer's own"
+    )
 
     @property
     def batchable(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.hooks._helpers import TransformerBlockMetadata as TransformerBlockMetadata
+from diffusers.hooks._helpers import TransformerBlockRegistry as TransformerBlockRegistry
 from torch import nn
 
 from ..engine.blocks import BlockPasses, ComputePass, HoldPass
@@ -70,7 +71,7 @@ class MagCacheStrategy:
     def compute_calibration_metrics(
         self, current_residual: Residual, previous_residual: Residual | None
     ) -> tuple[float, float, float]:
-        """Mean ratio of the tokens' norms, its standard deviation, mean cosine distance; (1, 0, 0) at the first step."""
+        """Mean ratio of the tokens' norms, its standard deviation, mean cosine distance; 1, 0, 0 at the first step."""
         figures = NEUTRAL
         if previous_residual is not None:
             figures = step_figures(as_tensors(current_residual), as_tensors(previous_residual))
@@ -129,10 +130,8 @@ class Flux2MagCacheStrategy(FluxMagCacheStrategy):
             return TransformerBlockMetadata(return_hidden_states_index=0)
         return TransformerBlockMetadata(return_hidden_states_index=1, return_encoder_hidden_states_index=0)
 
-    def compute_residual(
-        self, output: Any, head_input: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    ) -> Residual:
-        """Of one sequence, the residual of the image tokens; of two streams, (encoder, hidden) if both inputs are given."""
+    def compute_residual(self, output: Any, head_input: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Residual:
+        """The residual of the image tokens; (encoder, hidden) if both streams are in the input and in the output."""
         if isinstance(output, torch.Tensor):
             head = head_input[1] if isinstance(head_input, tuple) else head_input
             return output[:, -head.shape[1] :] - head
@@ -140,8 +139,8 @@ class Flux2MagCacheStrategy(FluxMagCacheStrategy):
         if isinstance(head_input, tuple):
             return encoder - head_input[0], hidden - head_input[1]
         if head_input.shape[1] == encoder.shape[1] + hidden.shape[1]:
-            heads = head_input.split((encoder.shape[1], hidden.shape[1]), dim=1)
-            return encoder - heads[0], hidden - heads[1]
+            text = encoder.shape[1]
+            return encoder - head_input[:, :text], hidden - head_input[:, text:]
         residual: torch.Tensor = hidden - head_input
         return residual
 
@@ -193,14 +192,13 @@ class MagCacheStrategyRegistry:
         return cls._registry.get(transformer_type) or cls._shipped.get(transformer_type)
 
     @classmethod
-    def find(cls, transformer: nn.Module, transformer_type: str | None = None) -> tuple[MagCacheStrategy | None, bool]:
+    def find(cls, transformer: nn.Module, transformer_type: str = "") -> tuple[MagCacheStrategy | None, bool]:
         """The strategy registered for a transformer, and whether it was for exactly this class or the type given.
 
         Of a base class's strategy only the ratios are meant for the subclass, whose blocks may return other streams.
         A shipped strategy is not found: what it says is also in the profiles, for more variants of the model.
         """
-        names = [transformer_type] if transformer_type else []
-        names.append(type(transformer).__name__)
+        names = transformer_type, type(transformer).__name__
         own = next((cls._registry[name] for name in names if name in cls._registry), None)
         if own is not None:
             return own, True

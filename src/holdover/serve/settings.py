@@ -46,7 +46,9 @@ class Settings(Config):
     enable_cpu_offload: bool = setting(
         False, doc="keep the weights in host memory and load each model onto the GPU only while it runs"
     )
-    tensor_parallel_size: int = setting(1, ge=1, doc="number of GPUs that every weight of the transformer is split over")
+    tensor_parallel_size: int = setting(
+        1, ge=1, doc="number of GPUs that every weight of the transformer is split over"
+    )
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
 

@@ -1,7 +1,7 @@
 """One model over several processes: each has a part of every weight of the transformer (tensor parallel).
 
-The process that serves is rank 0. It sends each batch to the others, which generate the same images, and after each step
-whether to continue: if one process left a generation, the others would wait for it in the next block.
+The process that serves is rank 0. It sends each batch to the others, which generate the same images, and after each
+step whether to continue: if one process left a generation, the others would wait for it in the next block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -60,43 +59,46 @@ class SplitModel(ServedModel):
 
 
 class Messages:
-    """Objects that rank 0 sends to the other processes, through host memory."""
+    """Objects that rank 0 sends to the other processes of the default group, through host memory."""
 
-    def __init__(self, settings: Settings, rank: int, store: dist.Store) -> None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.tensor_parallel_size)
+    def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=IDLE)
 
     def send(self, value: Any) -> None:
         dist.broadcast_object_list([value], src=0, group=self._group)
 
     def receive(self) -> Any:
+        """What rank 0 sends next; None if it is gone."""
         received: list[Any] = [None]
-        dist.broadcast_object_list(received, src=0, group=self._group)
+        with contextlib.suppress(RuntimeError):
+            dist.broadcast_object_list(received, src=0, group=self._group)
         return received[0]
 
 
 def load_split_model(settings: Settings, device: torch.device) -> ServedModel:
     """The model with its transformer split over processes, which are started here."""
-    size = settings.tensor_parallel_size
-    # A CPU that was asked for stands in for the devices, one core each: no faster, but the same images.
-    on_cpu = device.type == "cpu" and settings.device != "auto"
-    available = (os.cpu_count() or 1) if on_cpu else torch.cuda.device_count()
-    if size > available:
-        kind = "CPU cores" if on_cpu else "GPUs"
-        raise EnableError(f"tensor_parallel_size is {size}, but there are {available} {kind} here.")
+    size, available = settings.tensor_parallel_size, torch.cuda.device_count()
+    if size > available or device.type != "cuda":
+        raise EnableError(
+            f"tensor_parallel_size is {size}, but there are {available} GPUs here, and the device is {device.type}."
+        )
     pipeline = load_pipeline(settings, device)
     _check_plan(pipeline)
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    store: Any = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     spawn = multiprocessing.get_context("spawn")
     others = [
-        spawn.Process(target=_follow, args=(settings, rank, store.port), name=f"holdover-rank-{rank}", daemon=True)
+        spawn.Process(target=_run_rank, args=(settings, rank, store.port), name=f"holdover-rank-{rank}", daemon=True)
         for rank in range(1, size)
     ]
     for process in others:
         process.start()
-    messages = Messages(settings, 0, store)
-    return SplitModel(settings.model, _split(pipeline, settings, 0, device), messages, others)
+    _join_group(settings, 0, store)
+    return SplitModel(settings.model, split_pipeline(pipeline, settings, 0, device), Messages(), others)
+
+
+def _join_group(settings: Settings, rank: int, store: Any) -> None:
+    backend, size = "cpu:gloo,cuda:nccl", settings.tensor_parallel_size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _check_plan(pipeline: Any) -> None:
@@ -108,38 +110,42 @@ def _check_plan(pipeline: Any) -> None:
             )
 
 
-def _split(pipeline: Any, settings: Settings, rank: int, device: torch.device) -> Any:
+def split_pipeline(pipeline: Any, settings: Settings, rank: int, device: torch.device) -> Any:
     """The pipeline with this rank's part of the transformers, which stay on the device even with offloading."""
     own = torch.device(device.type, rank) if device.type != "cpu" else device
     if own.type == "cuda":
         torch.cuda.set_device(own)
     transformers = find_transformers(pipeline)
     for transformer in transformers.values():
-        transformer.to(own)
-        transformer.enable_parallelism(config=TensorParallelConfig(tp_degree=settings.tensor_parallel_size))  # type: ignore[operator]
+        split: Any = transformer.to(own)
+        split.enable_parallelism(config=TensorParallelConfig(tp_degree=settings.tensor_parallel_size))
     pipeline._exclude_from_cpu_offload = [*pipeline._exclude_from_cpu_offload, *transformers]
     return place_pipeline(pipeline, settings, own)
 
 
-def _follow(settings: Settings, rank: int, port: int) -> None:
-    """What a process other than rank 0 does: generate each batch it is sent, until it is sent None."""
+def _run_rank(settings: Settings, rank: int, port: int) -> None:
+    """A process other than rank 0."""
     size, device = settings.tensor_parallel_size, select_device(settings)
     pipeline = load_pipeline(settings, device)
-    messages = Messages(settings, rank, dist.TCPStore("127.0.0.1", port, size, is_master=False))
-    model = ServedModel(settings.model, _split(pipeline, settings, rank, device))
+    store: Any = dist.TCPStore("127.0.0.1", port, size, is_master=False)  # type: ignore[attr-defined]
+    _join_group(settings, rank, store)
+    follow(ServedModel(settings.model, split_pipeline(pipeline, settings, rank, device)), Messages())
+    dist.destroy_process_group()
+
+
+def follow(model: ServedModel, messages: Messages) -> None:
+    """Generate each batch that rank 0 sends, until it sends None."""
     switch: CacheSwitch | None = None
 
     def on_step(step: int, latents: torch.Tensor) -> None:
         if not messages.receive():
             raise CancelledGenerationError
 
-    with contextlib.suppress(RuntimeError):  # rank 0 is gone
-        while (batch := messages.receive()) is not None:
-            cache = batch[0].cache
-            try:
-                switch = switch or CacheSwitch(model.pipeline, cache)
-                with switch.use(cache):
-                    model.generate(batch, on_step)
-            except (CancelledGenerationError, HoldoverError) as error:  # rank 0 raises and answers it too
-                logger.debug("rank %d: %r", rank, error)
-    dist.destroy_process_group()
+    while (batch := messages.receive()) is not None:
+        cache = batch[0].cache
+        try:
+            switch = switch or CacheSwitch(model.pipeline, cache)
+            with switch.use(cache):
+                model.generate(batch, on_step)
+        except (CancelledGenerationError, HoldoverError) as error:  # rank 0 raises and answers it too
+            logger.debug("%r", error)
