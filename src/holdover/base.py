@@ -25,7 +25,7 @@ class TeaCacheSettings(Config):
     """The documented settings of TeaCache."""
 
     rel_l1_thresh: float | None = setting(
-        0.2, ge=0, doc="hold while the accumulated change is below this; null for the model's default"
+        0.2, ge=0, doc="hold while the accumulated change is below this; null: the default"
     )
     coefficients: tuple[float, ...] | None = setting(None, doc="rescaling polynomial, highest power first")
 

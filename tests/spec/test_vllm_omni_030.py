@@ -16,7 +16,8 @@ from benchmarks.vllm_omni_parity import Ours, run_case
 
 import holdover
 from holdover.data import DiffusionCacheConfig
-from holdover.errors import ConfigError
+from holdover.engine.backend import find_cache
+from holdover.errors import ConfigError, EnableError
 from holdover.magcache import (
     Flux2MagCacheStrategy,
     FluxMagCacheStrategy,
@@ -26,7 +27,8 @@ from holdover.magcache import (
     get_strategy,
 )
 from holdover.profiles import shipped
-from holdover.teacache import TeaCacheBackend, TeaCacheConfig
+from holdover.teacache import TeaCacheBackend, TeaCacheConfig, apply_teacache_hook
+from holdover.teacache.backend import CUSTOM_TEACACHE_ENABLERS
 from tiny.models import MODELS, with_timestep
 from tiny.pipelines import PIPELINES, run
 
@@ -246,3 +248,60 @@ def test_rel_l1_thresh_none_is_the_default_of_the_model() -> None:
         backend.disable()
     assert traces[0] == traces[1]
     assert "h" in traces[0]
+
+
+class BagelPipeline(torch.nn.Module):
+    """Has its transformer under another name, as vLLM-Omni's has; the loop is that of any pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bagel = MODELS[FLUX].build()
+
+    def forward(self, steps: int) -> torch.Tensor:
+        tiny = MODELS[FLUX]
+        with torch.no_grad():
+            outputs = [self.bagel(**with_timestep(tiny, tiny.inputs(), 1 - i / steps))[0] for i in range(steps)]
+        return torch.stack(outputs)
+
+
+def enable_custom(pipeline: Any, config: Any) -> None:
+    """An enabler as a user writes it."""
+    apply_teacache_hook(pipeline.bagel, TeaCacheConfig(rel_l1_thresh=config.rel_l1_thresh, coefficients=[1.0, 0.0]))
+
+
+@pytest.mark.parametrize("enabler", [None, enable_custom], ids=["shipped", "custom"])
+def test_CUSTOM_TEACACHE_ENABLERS(enabler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if enabler is not None:
+        monkeypatch.setitem(CUSTOM_TEACACHE_ENABLERS, "BagelPipeline", enabler)
+    pipeline = BagelPipeline()
+    plain = pipeline(6)
+    backend = TeaCacheBackend(DiffusionCacheConfig(rel_l1_thresh=1e9))
+    backend.enable(pipeline)
+    assert backend.is_enabled()
+    backend.refresh(pipeline, 6)
+    held = pipeline(6)
+    assert torch.equal(held[0], plain[0])
+    assert not torch.equal(held, plain)
+    assert backend.stats().held > 0
+    assert ("profile vllm.Bagel" in backend.stats().notes[0]) == (enabler is None)
+    backend.disable()
+    assert not backend.is_enabled()
+    assert torch.equal(pipeline(6), plain)
+
+
+def test_CUSTOM_TEACACHE_ENABLERS_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An enabler that fails half-way leaves nothing behind; one that does nothing is an error."""
+
+    def fail(pipeline: Any, config: Any) -> None:
+        enable_custom(pipeline, config)
+        raise RuntimeError("half-way")
+
+    pipeline, backend = BagelPipeline(), TeaCacheBackend(DiffusionCacheConfig())
+    monkeypatch.setitem(CUSTOM_TEACACHE_ENABLERS, "BagelPipeline", fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        backend.enable(pipeline)
+    assert find_cache(pipeline.bagel) is None
+    monkeypatch.setitem(CUSTOM_TEACACHE_ENABLERS, "BagelPipeline", lambda pipeline, config: None)
+    with pytest.raises(EnableError, match="enabler of BagelPipeline put caches on 0 transformers"):
+        backend.enable(pipeline)
+    assert not backend.is_enabled()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..engine.backend import EngineBackend, find_transformers
-from ..engine.install import CachedTransformer
+from ..engine.engine import Engine
+from ..engine.install import CachedTransformer, find_engine
 from ..engine.method import Method
 from ..engine.storage import STORAGES
-from ..errors import ConfigError, HoldoverWarning, did_you_mean
+from ..errors import ConfigError, EnableError, HoldoverWarning, did_you_mean
 from ..grid import Grid
 from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import INPUT_SIGNAL, Signal
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import UNNAMED, TeaCacheConfig
+
+Enabler = Callable[[Any, Any], None]
 
 
 @cache
@@ -121,9 +126,34 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
     config_class = TeaCacheConfig
 
     def enable(self, pipeline: Any) -> None:
+        enabler = CUSTOM_TEACACHE_ENABLERS.get(type(pipeline).__name__)
+        if enabler is not None and self._engine is None:
+            self._enable_by(enabler, pipeline)
+            return
         transformer = next(iter(find_transformers(pipeline).values()))
         self.settings = self.settings_for(transformer)
         super().enable(pipeline)
+
+    def _enable_by(self, enabler: Enabler, pipeline: Any) -> None:
+        """Let an enabler put a cache on the pipeline, and take it over."""
+        before = _find_engines(pipeline)
+        try:
+            enabler(pipeline, self.config)
+        finally:
+            found = [engine for engine in _find_engines(pipeline) if engine not in before]
+            if len(found) == 1 and sys.exc_info()[0] is None:
+                self._engine, self.enabled = found[0], True
+                found[0].owner = self
+            else:
+                for engine in found:
+                    engine.uninstall()
+        if self._engine is None:
+            name = type(pipeline).__name__
+            raise EnableError(f"The TeaCache enabler of {name} put caches on {len(found)} transformers instead of one.")
+
+    def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
+        by_enabler = type(pipeline).__name__ in CUSTOM_TEACACHE_ENABLERS  # the engine does not know the pipeline
+        super().refresh(None if by_enabler else pipeline, num_inference_steps, verbose)
 
     def settings_for(self, transformer: nn.Module) -> TeaCacheConfig:
         """The settings with the transformer's own class filled in where none was named."""
@@ -133,3 +163,29 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
 
     def make_method(self, settings: TeaCacheConfig) -> TeaCacheMethod:
         return TeaCacheMethod(settings)
+
+
+def _find_engines(pipeline: Any) -> list[Engine]:
+    """The caches on any module of a pipeline."""
+    parts = [pipeline] if isinstance(pipeline, nn.Module) else list(vars(pipeline).values())
+    modules = dict.fromkeys(m for part in parts if isinstance(part, nn.Module) for m in part.modules())
+    return [engine for module in modules if (engine := find_engine(module)) is not None]
+
+
+def _enabler(attribute: str, transformer_type: str) -> Enabler:
+    """An enabler for pipelines that have their transformer under another name."""
+
+    def enable(pipeline: Any, config: Any) -> None:
+        backend = TeaCacheBackend(config)
+        backend.settings = backend.settings.replaced(transformer_type=transformer_type)
+        backend.enable(getattr(pipeline, attribute))
+
+    return enable
+
+
+# How TeaCache gets onto a pipeline that has no `transformer`, by the name of the pipeline's class. An enabler is called
+# with the pipeline and the config of the backend, and applies TeaCache to one transformer.
+CUSTOM_TEACACHE_ENABLERS: dict[str, Enabler] = {
+    "BagelPipeline": _enabler("bagel", "Bagel"),
+    "SenseNovaU1Pipeline": _enabler("denoising_transformer", "SenseNovaU1ForCausalLM"),
+}
