@@ -77,7 +77,7 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         (selector, "BACKENDS"),
         (registry, "FAMILY_REGISTRY"),
         (registry, "EXTRACTOR_REGISTRY"),
-        (strategy, "_strategies"),
+        (strategy.MagCacheStrategyRegistry, "_registry"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     monkeypatch.chdir(tmp_path)

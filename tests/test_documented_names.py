@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import logging
 from abc import ABC
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +18,7 @@ import torch
 from cache_dit.caching import CachedAdapter, CachedContextManager
 from cache_dit.caching.cache_blocks import CachedBlocks_Pattern_0_1_2, CachedBlocks_Pattern_3_4_5
 from diffusers.hooks import ModelHook
-from torch import nn
 
-import holdover
 from holdover.base import CacheBackend, DiffusionCacheConfig
 from holdover.cache_dit_backend import (
     BagelCachedAdapter,
@@ -36,18 +33,14 @@ from holdover.cache_dit_backend import (
     Wan22S2VCachedBlocks,
 )
 from holdover.context import CacheContext
-from holdover.errors import ConfigError
 from holdover.magcache import MagCacheBackend, MagCacheConfig, MagCacheState
 from holdover.magcache.hook import MagCacheBlockHook, MagCacheHeadHook
 from holdover.magcache.strategy import (
     FluxMagCacheStrategy,
     MagCacheStrategy,
     TransformerBlockMetadata,
-    register_strategy,
-    unregister_strategy,
 )
 from holdover.prompt_embed_cache import PromptEmbedCache
-from holdover.selector import get_cache_backend
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig
 from holdover.teacache.hook import TeaCacheHook
 from tiny.pipelines import PIPELINES, run
@@ -397,193 +390,4 @@ def generate(pipe: Any, steps: int, name: str = "FluxPipeline", seed: int = 0) -
 # MagCache, as its proposal describes it
 
 
-def test_the_quick_start_of_magcache(flux: Any) -> None:
-    cache_config = DiffusionCacheConfig(
-        mag_ratios=FluxMagCacheStrategy.FLUX_MAG_RATIOS,
-        num_inference_steps=28,
-        mag_threshold=0.24,
-        mag_max_skip_steps=5,
-        mag_retention_ratio=0.1,
-    )
-    backend = get_cache_backend("mag_cache", cache_config)
-    backend.enable(flux)
-    generate(flux, 28)
-    generation = backend.stats().last
-    assert generation.trace("cond")[:3] == "CCC"
-    assert generation.held["cond"] == 20
-    assert "hhhhhh" not in generation.trace("cond")
-
-
-def test_the_flux_ratios_are_the_published_ones() -> None:
-    ratios = FluxMagCacheStrategy.FLUX_MAG_RATIOS
-    published = diffusers.hooks.mag_cache.FLUX_MAG_RATIOS
-    assert torch.equal(ratios, published)
-    assert torch.equal(FluxMagCacheStrategy().mag_ratios, ratios)
-
-
-def test_the_settings_of_the_command_line_example(flux: Any) -> None:
-    text = '{"mag_threshold": 0.24, "mag_max_skip_steps": 5, "mag_retention_ratio": 0.1}'
-    backend = get_cache_backend("mag_cache", DiffusionCacheConfig.from_json(text))
-    backend.enable(flux)
-    generate(flux, 50)
-    generation = backend.stats().last
-    assert generation.steps == 50
-    assert 0 < generation.computed["cond"] < 25
-
-
-@pytest.mark.parametrize("name", ["calibrate", "mag_calibrate"])
-def test_calibration(flux: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    plain = generate(flux, 12)
-    backend = MagCacheBackend(DiffusionCacheConfig(**{name: True}, num_inference_steps=12))
-    backend.enable(flux)
-    with caplog.at_level(logging.INFO, "holdover"):
-        measured_image = generate(flux, 12)
-    backend.disable()
-    assert torch.equal(measured_image, plain)
-    logged = "\n".join(caplog.messages)
-    for label, first in (("norm_ratios", 1.0), ("norm_stds", 0.0), ("cos_dises", 0.0)):
-        values = eval(logged.split(f"{label}: ")[1].splitlines()[0])
-        assert len(values) == 12
-        assert values[0] == first
-    ratios = backend.calibration().ratios("cond")
-    assert eval(logged.split("norm_ratios: ")[1].splitlines()[0]) == pytest.approx(ratios, abs=1e-5)
-    with holdover.enable(flux, "mag_cache", mag_ratios=ratios) as cache:
-        generate(flux, 12)
-        assert cache.stats().held > 0
-
-
-def test_calibration_says_what_to_do_next(flux: Any, caplog: pytest.LogCaptureFixture) -> None:
-    backend = MagCacheBackend(DiffusionCacheConfig(calibrate=True, num_inference_steps=4))
-    backend.enable(flux)
-    with caplog.at_level(logging.INFO, "holdover"):
-        generate(flux, 4)
-    assert any("DiffusionCacheConfig(mag_ratios=...)" in message for message in caplog.messages)
-
-
-class MyTransformer2DModel(diffusers.FluxTransformer2DModel):
-    """A custom model, registered by its class name."""
-
-
-class MyModelMagCacheStrategy(MagCacheStrategy):
-    """The minimal implementation of the document."""
-
-    @property
-    def mag_ratios(self) -> torch.Tensor:
-        # fmt: off
-        return torch.tensor([
-            1.0, 1.05, 1.08, 1.04, 1.06, 1.03, 1.02, 1.04,
-            1.03, 1.02, 1.03, 1.02, 1.01, 1.02, 1.01, 1.02,
-            1.01, 1.02, 1.01, 1.03, 1.00, 1.01, 1.01, 1.02,
-            1.01, 1.00, 1.01, 1.01,
-        ])
-        # fmt: on
-
-
-@pytest.fixture
-def registered() -> Iterator[Any]:
-    names = []
-
-    def register(name: str, strategy: MagCacheStrategy) -> None:
-        names.append(name)
-        register_strategy(name, strategy)
-
-    yield register
-    for name in names:
-        unregister_strategy(name)
-
-
-def my_model(transformer: nn.Module) -> MyTransformer2DModel:
-    mine = MyTransformer2DModel.from_config(transformer.config)
-    mine.load_state_dict(transformer.state_dict())
-    return mine.eval()
-
-
-def test_the_minimal_strategy(flux: Any, registered: Any) -> None:
-    flux.transformer = my_model(flux.transformer)
-    registered("MyTransformer2DModel", MyModelMagCacheStrategy())
-    with holdover.enable(flux, "mag_cache") as cache:
-        generate(flux, 28)
-        assert any("MyModelMagCacheStrategy" in note for note in cache.stats().notes)
-        mine = cache.stats().last.trace("cond")
-    with holdover.enable(flux, "mag_cache", mag_ratios=MyModelMagCacheStrategy().mag_ratios) as cache:
-        generate(flux, 28)
-        assert cache.stats().last.trace("cond") == mine
-    assert "h" in mine
-
-
-def test_settings_come_before_a_strategy(flux: Any, registered: Any) -> None:
-    registered(FLUX, MyModelMagCacheStrategy())
-    with holdover.enable(flux, "mag_cache", mag_ratios=[1.0] * 10, mag_threshold=0.01, mag_max_skip_steps=9) as cache:
-        generate(flux, 10)
-        assert cache.stats().last.trace("cond") == "C" + "h" * 9
-
-
-@pytest.mark.parametrize("strategy", [MyModelMagCacheStrategy, None, "MyModelMagCacheStrategy"])
-def test_what_is_no_strategy_is_not_registered(strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="A strategy must be an instance of MagCacheStrategy"):
-        register_strategy("MyTransformer2DModel", strategy)
-
-
-class DualStreamStrategy(MagCacheStrategy):
-    """The dual-stream implementation of the document, with every call noted."""
-
-    def __init__(self, metadata: TransformerBlockMetadata | None) -> None:
-        self.metadata = metadata
-        self.calls: list[str] = []
-        self.block_classes: set[type] = set()
-
-    def register_block_metadata(self, block_class: type) -> TransformerBlockMetadata | None:
-        self.calls.append("metadata")
-        self.block_classes.add(block_class)
-        return self.metadata
-
-    @property
-    def mag_ratios(self) -> torch.Tensor:
-        return torch.full((12,), 1.01)
-
-    def compute_residual(self, output: Any, head_input: torch.Tensor) -> torch.Tensor:
-        self.calls.append("compute")
-        if isinstance(output, tuple):
-            decoder_output = output[1] if len(output) > 1 else output[0]
-            return decoder_output - head_input
-        return output - head_input
-
-    def apply_residual_tuple(
-        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, residual: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append("apply")
-        decoder_residual = residual[1] if isinstance(residual, tuple) else residual
-        return hidden_states + decoder_residual, encoder_hidden_states
-
-
-@pytest.mark.parametrize("metadata", [TransformerBlockMetadata(1, 0), None], ids=["declared", "default"])
-def test_a_dual_stream_strategy_is_followed(flux: Any, registered: Any, metadata: Any) -> None:
-    strategy = DualStreamStrategy(metadata)
-    registered(FLUX, strategy)
-    with holdover.enable(flux, "mag_cache") as cache:
-        image = generate(flux, 12)
-        generation = cache.stats().last
-    unregister_strategy(FLUX)
-    computed, held = generation.computed["cond"], generation.held["cond"]
-    assert held > 0
-    assert strategy.calls.count("compute") == computed
-    assert strategy.calls.count("apply") == held + 1  # once to see that a held step replays a computed one
-    assert strategy.calls.count("metadata") > 0
-    assert strategy.block_classes == {type(flux.transformer.transformer_blocks[0])}
-    with holdover.enable(flux, "mag_cache", mag_ratios=strategy.mag_ratios) as cache:
-        traced = generate(flux, 12)
-        assert cache.stats().last.trace("cond") == generation.trace("cond")
-    assert torch.allclose(image, traced, atol=1e-4)
-    assert not torch.allclose(image, generate(flux, 12), atol=1e-4)
-
-
-def test_the_base_strategy() -> None:
-    strategy = MagCacheStrategy()
-    hidden, encoder, residual = torch.full((1, 4, 2), 3.0), torch.ones(1, 2, 2), torch.full((1, 4, 2), 0.5)
-    assert strategy.mag_ratios is None
-    assert strategy.register_block_metadata(nn.Linear) is None
-    assert torch.equal(strategy.compute_residual(hidden + residual, hidden), residual)
-    assert torch.equal(strategy.compute_residual((encoder, hidden + residual), hidden), residual)
-    held, untouched = strategy.apply_residual_tuple(hidden, encoder, residual)
-    assert torch.equal(held, hidden + residual)
-    assert untouched is encoder
+# fmt: on

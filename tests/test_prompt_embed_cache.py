@@ -33,7 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from PIL import Image
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
@@ -50,6 +50,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from holdover.errors import HoldoverWarning
 from holdover.prompt_embed_cache import (
     _CACHE_MISS,
     PromptEmbedCache,
@@ -308,6 +309,11 @@ LOOKALIKES = [
     ([["a"], "b"], ["a", ["b"]]),
     (torch.float16, torch.bfloat16),
     (torch.device("cpu"), "cpu"),
+    (np.float64(1), 1.0),
+    (np.float64(1), np.float32(1)),
+    (np.int64(1), np.int64(2)),
+    (np.str_("a"), "a"),
+    (np.datetime64(1, "D"), np.datetime64(1, "s")),
 ]
 
 
@@ -361,7 +367,6 @@ UNKEYABLE = {
     "tensor": lambda: torch.ones(1),
     "list of tensors": lambda: [torch.ones(1)],
     "array": lambda: np.ones(1),
-    "numpy number": lambda: np.float64(1),
     "set": lambda: {1},
     "str subclass": lambda: Text("a"),
 }
@@ -458,6 +463,10 @@ def replace_tokenizer(p: Pipeline) -> None:
     p.tokenizer = Tokenizer("x")
 
 
+def change_tokenizer(p: Pipeline) -> None:
+    p.tokenizer.prefix = "y"
+
+
 def change_template(p: Pipeline) -> None:
     p.template = "say {}"
 
@@ -482,6 +491,7 @@ CHANGES = [
     hook_output,
     override_forward,
     replace_tokenizer,
+    change_tokenizer,
     change_template,
     change_standing_lora_scale,
 ]
@@ -762,8 +772,14 @@ def test_a_tensor_returned_twice_comes_back_as_one_tensor() -> None:
     assert cache.stats()["bytes"] == 8
 
 
-def test_a_result_that_cannot_be_copied_is_passed_on_and_not_stored() -> None:
-    pipeline = Returning(object)
+class Unwilling:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("there is only one of me")
+
+
+@pytest.mark.parametrize("make", [threading.Lock, Unwilling, lambda: [nn.Linear(2, 2)], lambda: {"encoder": Encoder()}])
+def test_a_result_that_cannot_be_copied_is_passed_on_and_not_stored(make: Callable[[], Any]) -> None:
+    pipeline = Returning(make)
     cache = installed(pipeline)
     assert pipeline.encode_prompt("a") is not pipeline.encode_prompt("a")
     assert (cache.stats()["size"], cache.stats()["not_stored"], cache.misses) == (0, 2, 2)
@@ -1064,18 +1080,12 @@ def test_an_empty_environment_says_nothing(env: pytest.MonkeyPatch) -> None:
     assert resolve_prompt_embed_cache_config(True, 7) == (True, 7)
 
 
-@pytest.mark.parametrize("value", ["2", "maybe", "truee", "-1"])
-def test_a_malformed_switch_names_the_variable_and_what_is_right(env: pytest.MonkeyPatch, value: str) -> None:
-    env.setenv(ENABLE, value)
-    with pytest.raises(ValueError, match=rf"{ENABLE}='{value}'.*true.*off"):
-        resolve_prompt_embed_cache_config()
-
-
-@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many", "1_000"])
-def test_a_malformed_size_names_the_variable_and_what_is_right(env: pytest.MonkeyPatch, value: str) -> None:
-    env.setenv(SIZE, value)
-    with pytest.raises(ValueError, match=rf"{SIZE}='{value}'.*positive integer"):
-        resolve_prompt_embed_cache_config()
+@pytest.mark.parametrize(("name", "value"), [(ENABLE, "truee"), (ENABLE, "-1"), (SIZE, "1.5"), (SIZE, "1_000")])
+def test_a_malformed_variable_is_ignored_with_what_is_right(env: pytest.MonkeyPatch, name: str, value: str) -> None:
+    env.setenv(name, value)
+    right = {ENABLE: "one of 1, true, yes, on, 0, false, no, off", SIZE: "a positive integer"}[name]
+    with pytest.warns(HoldoverWarning, match=rf"^{name}='{value}' is ignored: it is not {right}\.$"):
+        assert resolve_prompt_embed_cache_config(True, 7) == (True, 7)
 
 
 def test_a_wrong_size_argument_is_an_error(env: pytest.MonkeyPatch) -> None:
@@ -1255,26 +1265,55 @@ def test_clip_skip_is_part_of_the_key() -> None:
     assert cache.misses == 2
 
 
-def test_a_token_added_to_the_tokenizer_is_seen() -> None:
+def replace_rule(name: str, rule: Any) -> Callable[[Any], None]:
+    return lambda tokenizer: setattr(tokenizer.backend_tokenizer, name, rule)
+
+
+TOKENIZER_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "token added": lambda t: t.add_tokens(["pie"]),
+    "pad token": lambda t: setattr(t, "pad_token", "a"),
+    "pad token id": lambda t: setattr(t, "pad_token_id", 7),
+    "padding side": lambda t: setattr(t, "padding_side", "left"),
+    "normalizer": replace_rule("normalizer", normalizers.Replace("p", "q")),
+    "post-processor": replace_rule("post_processor", processors.TemplateProcessing("a $A", special_tokens=[("a", 4)])),
+}
+
+
+@pytest.mark.parametrize("change", TOKENIZER_CHANGES.values(), ids=TOKENIZER_CHANGES.keys())
+def test_a_change_of_the_tokenizer_is_seen(change: Callable[[Any], Any]) -> None:
     pipeline = pixart()
     cache = installed(pipeline)
     old = pipeline.encode_prompt("apple pie", **SHORT)
-    pipeline.tokenizer.add_tokens(["pie"])
+    assert same(pipeline.encode_prompt("apple pie", **SHORT), old)
+    change(pipeline.tokenizer)
     new = pipeline.encode_prompt("apple pie", **SHORT)
     assert same(new, plain(pipeline, "apple pie", **SHORT))
     assert not same(new, old)
-    assert cache.hits == 0
+    assert counts(cache) == (1, 2, 0)
 
 
-def test_the_padding_side_of_the_tokenizer_is_seen() -> None:
+def test_a_rule_written_in_python_bypasses() -> None:
+    """It has no form that could be compared."""
+
+    class Split:
+        def pre_tokenize(self, text: Any) -> None: ...
+
     pipeline = pixart()
     cache = installed(pipeline)
-    old = pipeline.encode_prompt("apple", **SHORT)
-    pipeline.tokenizer.padding_side = "left"
-    new = pipeline.encode_prompt("apple", **SHORT)
-    assert same(new, plain(pipeline, "apple", **SHORT))
-    assert not same(new, old)
-    assert cache.hits == 0
+    pipeline.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Split())
+    pipeline.encode_prompt("apple", **SHORT)
+    pipeline.encode_prompt("apple", **SHORT)
+    assert counts(cache) == (0, 0, 2)
+
+
+def test_the_config_of_the_text_encoder_is_seen() -> None:
+    pipeline = flux()
+    cache = installed(pipeline)
+    pipeline.encode_prompt("apple", **SHORT)
+    pipeline.text_encoder.config._attn_implementation = "eager"
+    assert same(pipeline.encode_prompt("apple", **SHORT), plain(pipeline, "apple", **SHORT))
+    pipeline.encode_prompt("apple", **SHORT)
+    assert counts(cache) == (1, 2, 0)
 
 
 # --- LoRA -----------------------------------------------------------------------------------------

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     import holdover.engine.method
     import holdover.magcache.backend
     import holdover.magcache.config
+    import holdover.methods.easy_cache
+    import holdover.methods.first_block
+    import holdover.methods.sea_cache
+    import holdover.methods.spectrum
+    import holdover.methods.taylor_seer
     import holdover.plan.config
     import holdover.plan.method
     import holdover.teacache.backend
@@ -65,6 +70,51 @@ def enable(
     ranks: Ranks | None = None,
     **settings: Unpack[keywords.PlanKeywords],
 ) -> holdover.plan.method.PlanBackend: ...
+@overload
+def enable(
+    pipe: Any,
+    method: Literal["easy_cache"] | holdover.methods.easy_cache.EasyCacheConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.EasyCacheKeywords],
+) -> holdover.methods.easy_cache.EasyCacheBackend: ...
+@overload
+def enable(
+    pipe: Any,
+    method: Literal["sea_cache"] | holdover.methods.sea_cache.SeaCacheConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.SeaCacheKeywords],
+) -> holdover.methods.sea_cache.SeaCacheBackend: ...
+@overload
+def enable(
+    pipe: Any,
+    method: Literal["first_block"] | holdover.methods.first_block.FirstBlockConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.FirstBlockKeywords],
+) -> holdover.methods.first_block.FirstBlockBackend: ...
+@overload
+def enable(
+    pipe: Any,
+    method: Literal["taylor_seer"] | holdover.methods.taylor_seer.TaylorSeerConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.TaylorSeerKeywords],
+) -> holdover.methods.taylor_seer.TaylorSeerBackend: ...
+@overload
+def enable(
+    pipe: Any,
+    method: Literal["spectrum"] | holdover.methods.spectrum.SpectrumConfig,
+    /,
+    *,
+    ranks: Ranks | None = None,
+    **settings: Unpack[keywords.SpectrumKeywords],
+) -> holdover.methods.spectrum.SpectrumBackend: ...
 @overload
 def enable(
     pipe: Any,

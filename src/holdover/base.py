@@ -24,7 +24,9 @@ Ratios = tuple[float, ...] | tuple[tuple[str, tuple[float, ...]], ...]
 class TeaCacheSettings(Config):
     """The documented settings of TeaCache."""
 
-    rel_l1_thresh: float = setting(0.2, ge=0, doc="hold while the accumulated change is below this")
+    rel_l1_thresh: float | None = setting(
+        0.2, ge=0, doc="hold while the accumulated change is below this; null: the default"
+    )
     coefficients: tuple[float, ...] | None = setting(None, doc="rescaling polynomial, highest power first")
 
     def __post_init__(self) -> None:

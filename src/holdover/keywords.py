@@ -17,8 +17,8 @@ SettingText = tuple[str, str, str]  # default, allowed values, documentation
 class TeaCacheKeywords(TypedDict, total=False):
     """Settings of `tea_cache`."""
 
-    rel_l1_thresh: float
-    """Hold while the accumulated change is below this (at least 0; default 0.2)."""
+    rel_l1_thresh: float | None
+    """Hold while the accumulated change is below this; null: the default (at least 0; default 0.2)."""
     coefficients: Sequence[float] | None
     """Rescaling polynomial, highest power first (default None)."""
     transformer_type: str
@@ -29,6 +29,10 @@ class TeaCacheKeywords(TypedDict, total=False):
     """Name of the model's signal to compare (default None)."""
     read: Literal["now", "late"]
     """Read the change at every step, or only at computed steps (one of 'now', 'late'; default 'now')."""
+    clamp: bool
+    """Use the polynomial only on the range where it can be trusted (default True)."""
+    compute_last: bool
+    """Always compute the last step (default True)."""
     hold_in: Literal["device", "fp8", "cpu"]
     """Storage of held residuals (one of 'device', 'fp8', 'cpu'; default 'device')."""
 
@@ -58,6 +62,8 @@ class MagCacheKeywords(TypedDict, total=False):
     """File in which a calibration is saved as a profile (default None)."""
     hold_in: Literal["device", "fp8", "cpu"]
     """Storage of held residuals (one of 'device', 'fp8', 'cpu'; default 'device')."""
+    transformer_type: str
+    """Class whose strategy and ratios are used; by default the transformer's own (default '')."""
 
 
 class CacheDiTKeywords(TypedDict, total=False):
@@ -89,6 +95,22 @@ class CacheDiTKeywords(TypedDict, total=False):
     """Start over at that step only, or at each multiple of it (one of 'once', 'repeat'; default 'once')."""
     num_inference_steps: int | None
     """Number of steps if there is no scheduler (at least 1; default None)."""
+    warmup_interval: int
+    """Of the first steps, always compute every n-th only (at least 1; default 1)."""
+    max_accumulated_residual_diff_threshold: float | None
+    """Hold no more once the differences of all steps add up to this (more than 0; default None)."""
+    calibrator: Literal[None, "taylorseer", "dmd", "foca"]
+    """What extrapolates the held residual (one of None, 'taylorseer', 'dmd', 'foca'; default None)."""
+    dmd_history: int
+    """Number of computed steps that DMD is fitted to (at least 4; default 6)."""
+    dmd_rank: int
+    """Number of modes of DMD; 0 chooses it from the spectrum (at least 0; default 0)."""
+    dmd_ridge: float
+    """Regularization of DMD (at least 0; default 1e-08)."""
+    dmd_svd_precision: Literal["low", "medium", "high"]
+    """Precision of DMD's SVD (one of 'low', 'medium', 'high'; default 'medium')."""
+    secondary: Mapping[str, bool | int | float | str | None] | None
+    """Settings of transformer_2 that differ: an object of other settings of this method (default None)."""
 
 
 class PlanKeywords(TypedDict, total=False):
@@ -110,6 +132,83 @@ class PlanKeywords(TypedDict, total=False):
     """Compute more steps where a generation is harder than the measured ones (default True)."""
 
 
+class EasyCacheKeywords(TypedDict, total=False):
+    """Settings of `easy_cache`."""
+
+    threshold: float
+    """Hold while the accumulated, expected change of the output is below this (at least 0; default 0.05)."""
+    warmup_steps: int
+    """Number of first steps that are always computed (at least 0; default 5)."""
+
+
+class SeaCacheKeywords(TypedDict, total=False):
+    """Settings of `sea_cache`."""
+
+    threshold: float
+    """Hold while the accumulated change is below this (at least 0; default 0.25)."""
+    warmup_steps: int
+    """Number of first steps that are always computed (at least 0; default 1)."""
+    max_held: int
+    """Hold at most this many steps in a row; 0 for no limit (at least 0; default 0)."""
+    order: int
+    """Hold the last residual (0), or extrapolate the last two (1) (at least 0 and at most 1; default 0)."""
+    power: float | None
+    """Exponent of the signal's spectrum; by default 2 for images, 3 for video (more than 0; default None)."""
+    hold_in: Literal["device", "fp8", "cpu"]
+    """Storage of held residuals (one of 'device', 'fp8', 'cpu'; default 'device')."""
+
+
+class FirstBlockKeywords(TypedDict, total=False):
+    """Settings of `first_block`."""
+
+    threshold: float
+    """Hold while the first block's residual differs by less than this (at least 0; default 0.1)."""
+    warmup_steps: int
+    """Number of first steps that are always computed (at least 0; default 0)."""
+    hold_in: Literal["device", "fp8", "cpu"]
+    """Storage of held residuals (one of 'device', 'fp8', 'cpu'; default 'device')."""
+
+
+class TaylorSeerKeywords(TypedDict, total=False):
+    """Settings of `taylor_seer`."""
+
+    interval: int
+    """Compute one of this many steps; 1 computes all (at least 1; default 5)."""
+    growth: float
+    """How much longer the interval is after each computed step (at least 0; default 0.0)."""
+    warmup_steps: int
+    """Number of first steps that are always computed (at least 0; default 3)."""
+    order: int
+    """Order of the series; 0 holds the last value (at least 0 and at most 8; default 1)."""
+    exact: bool
+    """Use the polynomial through the computed steps instead of the published series (default False)."""
+    quantity: Literal["output", "residuals"]
+    """What is forecast (one of 'output', 'residuals'; default 'output')."""
+    hold_in: Literal["device", "fp8", "cpu"]
+    """Storage of what is held (one of 'device', 'fp8', 'cpu'; default 'device')."""
+
+
+class SpectrumKeywords(TypedDict, total=False):
+    """Settings of `spectrum`."""
+
+    interval: float
+    """Compute one of this many steps at first; 1 without growth computes all (at least 1; default 2.0)."""
+    growth: float
+    """How much longer the interval is after each computed step (at least 0; default 0.75)."""
+    warmup_steps: int
+    """Number of first steps that are always computed (at least 0; default 5)."""
+    degree: int
+    """Highest degree of the Chebyshev polynomials (at least 0 and at most 16; default 4)."""
+    ridge: float
+    """Strength of the regularization (more than 0; default 0.1)."""
+    share: float
+    """Share of the polynomials in the forecast; the rest is the straight line (at least 0 and at most 1; default 0.5)."""
+    quantity: Literal["output", "residuals"]
+    """What is forecast (one of 'output', 'residuals'; default 'output')."""
+    hold_in: Literal["device", "fp8", "cpu"]
+    """Storage of what is held (one of 'device', 'fp8', 'cpu'; default 'device')."""
+
+
 class NoneKeywords(TypedDict, total=False):
     """Settings of `none`."""
 
@@ -122,7 +221,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "rel_l1_thresh": (
                 "0.2",
                 "at least 0",
-                "hold while the accumulated change is below this",
+                "hold while the accumulated change is below this; null: the default",
             ),
             "coefficients": (
                 "None",
@@ -148,6 +247,16 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "'now'",
                 "one of 'now', 'late'",
                 "read the change at every step, or only at computed steps",
+            ),
+            "clamp": (
+                "True",
+                "",
+                "use the polynomial only on the range where it can be trusted",
+            ),
+            "compute_last": (
+                "True",
+                "",
+                "always compute the last step",
             ),
             "hold_in": (
                 "'device'",
@@ -213,6 +322,11 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "'device'",
                 "one of 'device', 'fp8', 'cpu'",
                 "storage of held residuals",
+            ),
+            "transformer_type": (
+                "''",
+                "",
+                "class whose strategy and ratios are used; by default the transformer's own",
             ),
         },
     ),
@@ -284,6 +398,46 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "at least 1",
                 "number of steps if there is no scheduler",
             ),
+            "warmup_interval": (
+                "1",
+                "at least 1",
+                "of the first steps, always compute every n-th only",
+            ),
+            "max_accumulated_residual_diff_threshold": (
+                "None",
+                "more than 0",
+                "hold no more once the differences of all steps add up to this",
+            ),
+            "calibrator": (
+                "None",
+                "one of None, 'taylorseer', 'dmd', 'foca'",
+                "what extrapolates the held residual",
+            ),
+            "dmd_history": (
+                "6",
+                "at least 4",
+                "number of computed steps that DMD is fitted to",
+            ),
+            "dmd_rank": (
+                "0",
+                "at least 0",
+                "number of modes of DMD; 0 chooses it from the spectrum",
+            ),
+            "dmd_ridge": (
+                "1e-08",
+                "at least 0",
+                "regularization of DMD",
+            ),
+            "dmd_svd_precision": (
+                "'medium'",
+                "one of 'low', 'medium', 'high'",
+                "precision of DMD's SVD",
+            ),
+            "secondary": (
+                "None",
+                "",
+                "settings of transformer_2 that differ: an object of other settings of this method",
+            ),
         },
     ),
     "plan": (
@@ -323,6 +477,161 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "True",
                 "",
                 "compute more steps where a generation is harder than the measured ones",
+            ),
+        },
+    ),
+    "easy_cache": (
+        "EasyCacheConfig",
+        {
+            "threshold": (
+                "0.05",
+                "at least 0",
+                "hold while the accumulated, expected change of the output is below this",
+            ),
+            "warmup_steps": (
+                "5",
+                "at least 0",
+                "number of first steps that are always computed",
+            ),
+        },
+    ),
+    "sea_cache": (
+        "SeaCacheConfig",
+        {
+            "threshold": (
+                "0.25",
+                "at least 0",
+                "hold while the accumulated change is below this",
+            ),
+            "warmup_steps": (
+                "1",
+                "at least 0",
+                "number of first steps that are always computed",
+            ),
+            "max_held": (
+                "0",
+                "at least 0",
+                "hold at most this many steps in a row; 0 for no limit",
+            ),
+            "order": (
+                "0",
+                "at least 0 and at most 1",
+                "hold the last residual (0), or extrapolate the last two (1)",
+            ),
+            "power": (
+                "None",
+                "more than 0",
+                "exponent of the signal's spectrum; by default 2 for images, 3 for video",
+            ),
+            "hold_in": (
+                "'device'",
+                "one of 'device', 'fp8', 'cpu'",
+                "storage of held residuals",
+            ),
+        },
+    ),
+    "first_block": (
+        "FirstBlockConfig",
+        {
+            "threshold": (
+                "0.1",
+                "at least 0",
+                "hold while the first block's residual differs by less than this",
+            ),
+            "warmup_steps": (
+                "0",
+                "at least 0",
+                "number of first steps that are always computed",
+            ),
+            "hold_in": (
+                "'device'",
+                "one of 'device', 'fp8', 'cpu'",
+                "storage of held residuals",
+            ),
+        },
+    ),
+    "taylor_seer": (
+        "TaylorSeerConfig",
+        {
+            "interval": (
+                "5",
+                "at least 1",
+                "compute one of this many steps; 1 computes all",
+            ),
+            "growth": (
+                "0.0",
+                "at least 0",
+                "how much longer the interval is after each computed step",
+            ),
+            "warmup_steps": (
+                "3",
+                "at least 0",
+                "number of first steps that are always computed",
+            ),
+            "order": (
+                "1",
+                "at least 0 and at most 8",
+                "order of the series; 0 holds the last value",
+            ),
+            "exact": (
+                "False",
+                "",
+                "use the polynomial through the computed steps instead of the published series",
+            ),
+            "quantity": (
+                "'output'",
+                "one of 'output', 'residuals'",
+                "what is forecast",
+            ),
+            "hold_in": (
+                "'device'",
+                "one of 'device', 'fp8', 'cpu'",
+                "storage of what is held",
+            ),
+        },
+    ),
+    "spectrum": (
+        "SpectrumConfig",
+        {
+            "interval": (
+                "2.0",
+                "at least 1",
+                "compute one of this many steps at first; 1 without growth computes all",
+            ),
+            "growth": (
+                "0.75",
+                "at least 0",
+                "how much longer the interval is after each computed step",
+            ),
+            "warmup_steps": (
+                "5",
+                "at least 0",
+                "number of first steps that are always computed",
+            ),
+            "degree": (
+                "4",
+                "at least 0 and at most 16",
+                "highest degree of the Chebyshev polynomials",
+            ),
+            "ridge": (
+                "0.1",
+                "more than 0",
+                "strength of the regularization",
+            ),
+            "share": (
+                "0.5",
+                "at least 0 and at most 1",
+                "share of the polynomials in the forecast; the rest is the straight line",
+            ),
+            "quantity": (
+                "'output'",
+                "one of 'output', 'residuals'",
+                "what is forecast",
+            ),
+            "hold_in": (
+                "'device'",
+                "one of 'device', 'fp8', 'cpu'",
+                "storage of what is held",
             ),
         },
     ),

@@ -112,12 +112,17 @@ def _parse_lora(text: str) -> tuple[str, float]:
 def load_pipeline(settings: ModelSettings) -> Any:
     """Load a pipeline, from safetensors only; add LoRAs, quantize, place and compile it as the settings say."""
     settings.check_model()
+    device = choose_device(settings.device)
+    return place_pipeline(prepare_pipeline(settings, device), settings, device)
+
+
+def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
+    """A pipeline in host memory, with its LoRAs and quantized weights, for this device."""
     import torch
 
     from .engine.backend import find_transformers
     from .plan.calls import keywords_of
 
-    device = choose_device(settings.device)
     if settings.offload != "none" and device.type == "cpu":
         raise ConfigError(
             f"offload {settings.offload!r} moves weights between the host and an accelerator, and the device is the "
@@ -133,6 +138,13 @@ def load_pipeline(settings: ModelSettings) -> Any:
     if settings.quantize == "int8":
         for transformer in find_transformers(pipe).values():
             _quantize(transformer)
+    return pipe
+
+
+def place_pipeline(pipe: Any, settings: ModelSettings, device: torch.device) -> Any:
+    """Move a pipeline to its device, or add hooks that load its weights when they are needed; compile its blocks."""
+    from .engine.backend import find_transformers
+
     if settings.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif settings.offload == "sequential":

@@ -1,16 +1,19 @@
 """Cache the results of a pipeline's `encode_prompt` for as long as calling it again would return the same.
 
 The key of a call is made of its arguments and of everything the method reads from the pipeline, which is found in its
-source: text encoders, tokenizers and plain attributes. A call without a key (images, tensors) bypasses the cache.
+source: text encoders with their configs, tokenizers with their settings, and plain attributes. A call without a key
+(images, tensors) bypasses the cache.
 
 Weights are compared by identity, version counter and a sample of their values: edits through `.data`, for example when
 a LoRA is fused, do not change the version counter. Not detected are an edit through `.data` that misses every sampled
-value, tokenizer rules replaced in place, and what encode_prompt reaches through globals or closures.
+value, a plain attribute of a module, a vocabulary replaced in place by one of the same size, and what encode_prompt
+reaches through globals or closures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import inspect
@@ -18,15 +21,20 @@ import itertools
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sized
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
+
+from .errors import HoldoverWarning
 
 _CACHE_MISS: Final = object()
 _GIB: Final = 1 << 30
@@ -41,7 +49,17 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, torch.dtype
 _DENOISERS: Final = ("transformer", "unet")
 # Where peft keeps, on each layer it wraps, the active and merged adapters and their scales.
 _ADAPTERS: Final = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-_TOKENIZER: Final = ("tokenizer", "padding_side", "truncation_side", "model_max_length", "chat_template")
+# What a tokenizer keeps in containers and is small; its plain attributes are all part of the key.
+_TOKENIZER: Final = (
+    "tokenizer",
+    "_tokenizer",
+    "chat_template",
+    "_special_tokens_map",
+    "_extra_special_tokens",
+    "_added_tokens_decoder",
+)
+# The rules of a `tokenizers.Tokenizer`. Its padding and truncation are set again by every call.
+_RULES: Final = ("normalizer", "pre_tokenizer", "post_processor")
 
 
 class _Entry(NamedTuple):
@@ -176,15 +194,22 @@ def resolve_prompt_embed_cache_config(enable: bool | None = None, max_size: int 
     """Return (enabled, max_size) from the environment, else from the arguments, else off and 32.
 
     OMNI_DIFFUSION_PROMPT_EMBED_CACHE (1/0, true/false, yes/no, on/off) and OMNI_DIFFUSION_PROMPT_EMBED_CACHE_SIZE (a
-    positive integer) override the arguments; empty values are ignored.
+    positive integer) override the arguments; a value that is empty or cannot be read is ignored, the latter with a
+    warning.
     """
-    switch, size = (os.environ.get(name, "").strip().lower() for name in (_ENABLE_VARIABLE, _SIZE_VARIABLE))
-    if switch and switch not in _ON + _OFF:
-        raise ValueError(f"{_ENABLE_VARIABLE}={switch!r} is not one of {', '.join(_ON + _OFF)}")
-    if size and not (size.isdecimal() and int(size) > 0):
-        raise ValueError(f"{_SIZE_VARIABLE}={size!r} is not a positive integer")
+    switch = _read_variable(_ENABLE_VARIABLE, lambda text: text in _ON + _OFF, f"one of {', '.join(_ON + _OFF)}")
+    size = _read_variable(_SIZE_VARIABLE, lambda text: text.isdecimal() and int(text) > 0, "a positive integer")
     default = 32 if max_size is None else _positive("max_size", max_size)
     return switch in _ON if switch else bool(enable), int(size) if size else default
+
+
+def _read_variable(name: str, is_valid: Callable[[str], bool], expected: str) -> str:
+    """Return an environment variable in lower case; an empty string if it is unset or invalid."""
+    text = os.environ.get(name, "").strip().lower()
+    if not text or is_valid(text):
+        return text
+    warnings.warn(f"{name}={text!r} is ignored: it is not {expected}.", HoldoverWarning, stacklevel=3)
+    return ""
 
 
 def _positive(name: str, value: int) -> int:
@@ -290,6 +315,7 @@ class _PipelineState:
         self._devices: set[torch.device] = set()
         self._trainable = False
         self._identity = identity
+        self._configs: set[int] = set()  # each is shared by many modules
         self._samples: dict[torch.dtype, list[Tensor]] = {}
         freeze = dict.fromkeys(_DENOISERS, lambda value: (identity(value), getattr(value, "dtype", None)))
         children = ("_parameters", "_buffers", "_modules") if isinstance(pipeline, nn.Module) else ()
@@ -315,8 +341,13 @@ class _PipelineState:
             return tuple(part for module in value.modules() for part in self._freeze_module(module))
         if isinstance(value, Tensor):
             return self._freeze_tensor(value)
-        own = getattr(value, "__dict__", {})
-        fields = tuple((name, _freeze(own[name], self._freeze_object)) for name in _TOKENIZER if name in own)
+        if isinstance(value, AddedToken):
+            return repr(value)
+        if isinstance(value, Tokenizer):
+            return tuple(_freeze_rule(getattr(value, name)) for name in _RULES)
+        own = getattr(value, "__dict__", {}).items()
+        settings = ((name, item) for name, item in own if name in _TOKENIZER or type(item) in _ATOMS)
+        fields = tuple((name, _freeze(item, self._freeze_object)) for name, item in settings)
         return self._identity(value), len(value) if isinstance(value, Sized) else None, fields
 
     def _freeze_module(self, module: nn.Module) -> Iterator[Hashable]:
@@ -326,6 +357,9 @@ class _PipelineState:
         offloaded: Any = getattr(own.get("_hf_hook"), "weights_map", None)
         yield self._identity(module), self._identity(own["forward"]) if "forward" in own else None
         yield tuple((name, _freeze(own[name])) for name in _ADAPTERS if name in own)
+        if "config" in own and id(own["config"]) not in self._configs:
+            self._configs.add(id(own["config"]))
+            yield _freeze(own["config"], self._freeze_config)
         for number, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items()):
             # Hooks of transformers only record outputs, and are registered during the first call.
             if not getattr(hook, "__module__", "").startswith("transformers."):
@@ -335,6 +369,11 @@ class _PipelineState:
                 tensor = offloaded[name]
             if tensor is not None:
                 yield self._freeze_tensor(tensor)
+
+    def _freeze_config(self, value: Any) -> Hashable:
+        if hasattr(value, "to_dict"):  # a config of transformers, which may have configs inside it
+            return type(value).__name__, _freeze(vars(value), self._freeze_config)
+        return self._identity(value)
 
     def _freeze_tensor(self, tensor: Tensor) -> Hashable:
         self._trainable |= tensor.requires_grad
@@ -354,6 +393,8 @@ def _freeze(value: Any, freeze_other: Callable[[Any], Hashable] | None = None) -
         return kind, value.hex() if kind is float else value  # 0.0 == -0.0
     if isinstance(value, PurePath):
         return kind, str(value)
+    if isinstance(value, np.generic):
+        return kind, value.dtype.str, value.tobytes()
     if kind in (list, tuple):
         return kind, tuple(_freeze(item, freeze_other) for item in value)
     if isinstance(value, dict):
@@ -364,26 +405,45 @@ def _freeze(value: Any, freeze_other: Callable[[Any], Hashable] | None = None) -
     return freeze_other(value)
 
 
+def _freeze_rule(rule: Any) -> Hashable:
+    """Return a key for a rule of a fast tokenizer: a digest of its JSON form."""
+    try:
+        return None if rule is None else hashlib.blake2b(rule.__getstate__()).digest()
+    except Exception as error:  # a rule written in Python
+        raise TypeError(f"no key for a {type(rule).__name__}: {error}") from None
+
+
 def _make_entry(value: Any) -> _Entry | None:
     """Return an entry with a copy of `value` that works in any grad mode; None if it cannot be copied."""
     memo: dict[int, Any] = {}
-    with contextlib.suppress(TypeError, torch.OutOfMemoryError), torch.inference_mode(False), torch.no_grad():
-        return _Entry(_copy(value, memo), sum(t.nbytes for t in memo.values() if isinstance(t, Tensor)))
-    return None
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            copied = _copy(value, memo)
+        except Exception:  # of any kind: the class of the value may define how it is copied
+            return None
+    return _Entry(copied, sum(item.nbytes for item in memo.values() if isinstance(item, Tensor | np.ndarray)))
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of tensors and containers; what occurs twice in `value` is copied once."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if id(value) not in memo:
-        if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.requires_grad:
-            memo[id(value)] = value.detach().clone()
-        elif kind in (list, tuple):
-            memo[id(value)] = kind(_copy(item, memo) for item in value)
-        elif kind is dict:
-            memo[id(value)] = {name: _copy(item, memo) for name, item in value.items()}
-        else:
-            raise TypeError(f"no copy of a {kind.__name__}")
-    return memo[id(value)]
+    """Return a deep copy; what occurs twice in `value` is copied once, and of a view only what it shows."""
+    for tensor in _find_tensors(value, set()):
+        memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(value, memo)
+
+
+def _find_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of containers and objects; TypeError for one that must not be copied."""
+    if id(value) in seen or type(value) in _ATOMS or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        raise TypeError(f"no copy of a {type(value).__name__}")
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.requires_grad:
+            raise TypeError(f"no copy of a {type(value).__name__} of this kind")
+        yield value
+        return
+    parts = list(value.values()) if isinstance(value, Mapping) else []
+    parts += value if isinstance(value, list | tuple | set | frozenset) else []
+    for part in (*parts, *getattr(value, "__dict__", {}).values()):
+        yield from _find_tensors(part, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,15 @@ from holdover.engine.parallel import Groups
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.models.registry import get_family
 from holdover.plan.method import Guard
+from holdover.selector import own_config
+from holdover.serve.model import ServedModel
+from holdover.serve.queue import ImageSpec
+from holdover.serve.settings import Settings
+from holdover.serve.tensor_parallel import Messages, SplitModel, follow, split_pipeline
+from holdover.serve.worker import CacheSwitch, CancelledGenerationError
 from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
+from tiny.prompted import prompted_flux
 
 from .pipelines import (
     SHARD,
@@ -217,6 +225,33 @@ def unsupported_model() -> str:
         except UnsupportedModelError as error:
             return str(error)
     return "nothing was refused"
+
+
+def split_server() -> list[tuple[list[int], str]] | None:
+    """A served model over two processes: images and decisions, before, during and after a cancelled generation."""
+    pipe, settings = prompted_flux(), Settings(tensor_parallel_size=2, device="cpu")
+    cache = own_config("mag_cache", {"mag_ratios": [1.0] * 6, "mag_max_skip_steps": 2})
+    batch = [ImageSpec("red apple", None, 1, (64, 64), (64, 64), 6, (("guidance_scale", 2.0),), cache)]
+    alone = ServedModel("tiny", pipe)
+    with CacheSwitch(pipe, cache).use(cache) as backend:
+        images = [(alone.generate(batch, lambda step, latents: None), backend.stats().last.trace("cond"))]
+    holdover.disable(pipe)
+    split_pipeline(pipe, settings, dist.get_rank(), torch.device("cpu"))
+    messages = Messages()
+    if dist.get_rank() > 0:
+        follow(ServedModel("tiny", pipe), messages)
+        return None
+    model, switch = SplitModel("tiny", pipe, messages, []), CacheSwitch(pipe, cache)
+
+    def cancel(step: int, latents: torch.Tensor) -> None:
+        if step == 2:
+            raise CancelledGenerationError
+
+    for on_step in (lambda step, latents: None, cancel, lambda step, latents: None):
+        with switch.use(cache) as backend, contextlib.suppress(CancelledGenerationError):
+            images.append((model.generate(batch, on_step), backend.stats().last.trace("cond")))
+    messages.send(None)
+    return [(pixels.astype(int).ravel().tolist(), trace) for pixels, trace in images]
 
 
 def invalid_groups() -> list[str]:

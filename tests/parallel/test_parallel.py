@@ -218,3 +218,14 @@ def test_invalid_groups_are_errors_that_name_the_key(four: WorkerGroup) -> None:
         assert "Ranks.sequence must be one dimension of a mesh" in meshed
         assert ("Ranks.cfg must be a process group this rank is in" in foreign) == (rank != 0)
         assert "but the transformer is split over ranks" in other
+
+
+# The server
+
+
+def test_a_served_model_over_two_processes(two: WorkerGroup) -> None:
+    """Half of every weight each: the image and the steps of one process; a cancelled generation ends on both."""
+    alone, first, after = two.run("split_server")[0]
+    assert alone[1] == first[1] == after[1] == "ChhChh"
+    assert first == after
+    assert max(abs(a - b) for a, b in zip(alone[0], first[0], strict=True)) <= 1  # sums in another order

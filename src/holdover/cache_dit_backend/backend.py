@@ -185,9 +185,6 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         with contextlib.suppress(EnableError):  # `cache_dit.disable_cache` may have removed some of them
             self._marks.restore()
         self._marks = Overrides()
-
-    def disable(self) -> None:
-        super().disable()
         self._adapter.adapted.clear()  # it holds the blocks
 
     def make_method(self, settings: CacheDiTConfig) -> CacheDiTMethod:

@@ -49,4 +49,4 @@ serve.__doc__ = f"""Serve a model over HTTP, in the shape of OpenAI's image API,
 
 Clients must send a key if {API_KEYS} is set to a comma-separated list of keys.
 """
-app.command()(serve)
+app.command(context_settings={"token_normalize_func": lambda flag: flag.replace("_", "-")})(serve)

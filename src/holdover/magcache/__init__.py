@@ -5,14 +5,18 @@ from .config import MagCacheConfig
 from .hook import MagCacheBlockHook, MagCacheHeadHook, apply_mag_cache_hook
 from .state import MagCacheState
 from .strategy import (
+    Flux2MagCacheStrategy,
     FluxMagCacheStrategy,
     MagCacheStrategy,
+    MagCacheStrategyRegistry,
     TransformerBlockMetadata,
+    get_strategy,
     register_strategy,
     unregister_strategy,
 )
 
 __all__ = [
+    "Flux2MagCacheStrategy",
     "FluxMagCacheStrategy",
     "MagCacheBackend",
     "MagCacheBlockHook",
@@ -20,8 +24,10 @@ __all__ = [
     "MagCacheHeadHook",
     "MagCacheState",
     "MagCacheStrategy",
+    "MagCacheStrategyRegistry",
     "TransformerBlockMetadata",
     "apply_mag_cache_hook",
+    "get_strategy",
     "register_strategy",
     "unregister_strategy",
 ]

@@ -18,10 +18,10 @@ from ..grid import Grid
 from ..models.inputs import get_module_class
 from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
-from ..profiles import MagCacheProfile, MagCacheRatios, find, save
-from .calibration import Calibration
+from ..profiles import MagCacheProfile, MagCacheRatios, find, save, shipped
+from .calibration import Calibration, log_calibration
 from .config import MagCacheConfig
-from .strategy import MagCacheStrategy, StrategyPasses, strategy_of
+from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, StrategyPasses
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,14 @@ def resolve_profile(
     if config.profile is None and strategy is not None and strategy.mag_ratios is not None:
         ratios = tuple(float(r) for r in strategy.mag_ratios)
         return _as_profile(type(strategy).__name__, class_name, {"": ratios})
-    profile = find("mag_cache", nn.Identity() if transformer is None else transformer, pipeline, config.profile)
+    named = config.transformer_type
+    if config.profile is None and named and named not in (c.__name__ for c in type(transformer).__mro__):
+        profile = next((p for p in shipped("mag_cache") if p.transformer_class == named), None)
+    else:
+        profile = find("mag_cache", nn.Identity() if transformer is None else transformer, pipeline, config.profile)
     if profile is None:
         raise ConfigError(
-            f"No magnitude ratios ship for {class_name}. Measure them: run a generation under "
+            f"No magnitude ratios ship for {named or class_name}. Measure them: run a generation under "
             'holdover.enable(pipe, "mag_cache", calibrate=True, calibration_path="ratios.json"), then give '
             'profile="ratios.json". ' + WITHOUT_CONSTANTS
         )
@@ -75,6 +79,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
         self._strategy = strategy
         self._profiles: dict[CachedTransformer, MagCacheProfile] = {}
         self._passes: dict[CachedTransformer, BlockPasses] = {}
+        self._strategies: dict[CachedTransformer, MagCacheStrategy | None] = {}
         self.calibration = Calibration() if config.calibrating else None
         self.observes = config.calibrating
         self.storage = STORAGES[config.hold_in]
@@ -84,9 +89,11 @@ class MagCacheMethod(Method[MagCacheConfig]):
         return self.config.num_inference_steps
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
-        strategy = self._strategy or strategy_of(transformer.core)
-        overridden = strategy is not None and strategy.overrides_residual
-        self._passes[transformer] = StrategyPasses(strategy) if strategy and overridden else BLOCK_PASSES
+        found, own = MagCacheStrategyRegistry.find(transformer.core, self.config.transformer_type)
+        strategy, own = (found, own) if self._strategy is None else (self._strategy, True)
+        overrides = strategy is not None and own and strategy.overrides_residual
+        self._passes[transformer] = StrategyPasses(strategy) if strategy and overrides else BLOCK_PASSES
+        self._strategies[transformer] = strategy if own else None
         if self.calibration is not None:
             return (f"{transformer.name}: calibrating, nothing is held",)
         profile = self._profiles[transformer] = resolve_profile(self.config, strategy, transformer.core, pipeline)
@@ -102,7 +109,8 @@ class MagCacheMethod(Method[MagCacheConfig]):
 
     def observe(self, computed: ComputedForward) -> None:
         assert self.calibration is not None
-        self.calibration.add(computed)
+        strategy = self._strategies[computed.transformer]
+        self.calibration.add(computed, None if strategy is None else strategy.measure_step)
 
     def on_end(self) -> None:
         if self.calibration is None:
@@ -111,11 +119,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
         profile = self.calibration.profile()
         if profile is None:
             return
-        for name, ratios in profile.branches:
-            logger.info("%s norm_ratios: %s", name, [round(r, 5) for r in ratios.ratios])
-            logger.info("%s norm_stds: %s", name, [round(r, 5) for r in ratios.stds])
-            logger.info("%s cos_dises: %s", name, [round(r, 5) for r in ratios.cosine_distances])
-        logger.info("Copy these values to DiffusionCacheConfig(mag_ratios=...), or save them with calibration_path=.")
+        log_calibration(logger, profile.branches)
         if self.config.calibration_path is not None:
             save(profile, self.config.calibration_path)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -10,6 +12,9 @@ import torch
 
 from ..engine.state import ComputedForward
 from ..profiles import MagCacheProfile, MagCacheRatios
+
+# From two residuals to three numbers: mean ratio of the tokens' norms, its deviation, mean cosine distance.
+Measure = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass
@@ -29,14 +34,14 @@ class Calibration:
         self._count = 0
         self._noise: tuple[float, ...] = ()
 
-    def add(self, computed: ComputedForward) -> None:
+    def add(self, computed: ComputedForward, measure: Measure | None = None) -> None:
         """Compare a residual with the one of the step before."""
         branch = self._branches.setdefault(computed.branch, _Branch())
         self._class_name = computed.transformer.class_name
         if computed.grid.bounded:
             self._count, self._noise = computed.grid.count, computed.grid.noise
         first = computed.step == computed.grid.first or not branch.previous
-        figures = NEUTRAL if first else step_figures(computed.residual, branch.previous)
+        figures = NEUTRAL if first else (measure or step_figures)(computed.residual, branch.previous)
         branch.steps.setdefault(computed.step, []).append(figures)
         branch.previous = computed.residual
 
@@ -53,7 +58,7 @@ class Calibration:
         branches = []
         for name, branch in self._branches.items():
             measured = [branch.steps.get(step, [NEUTRAL]) for step in range(count)]
-            means = [torch.stack([figures.cpu() for figures in of_step]).mean(0) for of_step in measured]
+            means = [torch.stack([figures.cpu().double() for figures in of_step]).mean(0) for of_step in measured]
             ratios, stds, cosines = torch.stack(means).T.tolist()
             branches.append((name, MagCacheRatios(tuple(ratios), tuple(stds), tuple(cosines))))
         return MagCacheProfile(
@@ -71,11 +76,30 @@ NEUTRAL = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
 
 
 def step_figures(residual: Sequence[torch.Tensor], previous: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Mean ratio of the tokens' norms, its standard deviation, and one minus the mean cosine."""
-    ratios, cosines = [], []
+    """Mean ratio of the tokens' norms, its standard deviation, and the mean cosine distance of two residuals.
+
+    As in the published code (Zehong-Ma/MagCache), but in float32 whatever the dtype of the residuals.
+    """
+    ratios, distances = [], []
     for now, before in zip(residual, previous, strict=True):
-        a, b = now.float().flatten(0, -2), before.float().flatten(0, -2)
-        ratios.append(a.norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-8))
-        cosines.append(torch.nn.functional.cosine_similarity(a, b, dim=-1, eps=1e-8))
-    ratio, cosine = torch.cat(ratios).double(), torch.cat(cosines).double()
-    return torch.stack([ratio.mean(), ratio.std(correction=0), 1.0 - cosine.mean()])
+        now, before = now.float(), before.float()
+        ratios.append((torch.linalg.norm(now, dim=-1) / (torch.linalg.norm(before, dim=-1) + 1e-8)).flatten())
+        distances.append((1 - torch.cosine_similarity(now, before, dim=-1, eps=1e-8)).flatten())
+    ratio, distance = torch.cat(ratios), torch.cat(distances)
+    spread = ratio.std() if ratio.numel() > 1 else torch.zeros_like(ratio[0])
+    return torch.stack([ratio.mean(), spread, distance.mean()])
+
+
+def log_calibration(logger: logging.Logger, branches: Sequence[tuple[str, MagCacheRatios]]) -> None:
+    """Log what a calibration measured of each branch; where logging is not set up, write it to stderr."""
+    lines = []
+    for name, branch in branches:
+        figures = {"norm_ratios": branch.ratios, "norm_stds": branch.stds, "cos_dises": branch.cosine_distances}
+        prefix = f"{name} " if len(branches) > 1 else ""
+        lines += [f"{prefix}{kind}: {[round(value, 5) for value in values]}" for kind, values in figures.items()]
+    lines.append("Copy these values to DiffusionCacheConfig(mag_ratios=...), or save them with calibration_path=.")
+    for line in lines:
+        if logger.hasHandlers():
+            logger.info(line)
+        else:
+            sys.stderr.write(f"[INFO] {line}\n")

@@ -42,7 +42,7 @@ from .calibration import NEUTRAL, step_figures
 from .config import MagCacheConfig
 from .forward import FollowingForward, HookedForward, RecordingForward
 from .state import MagCacheState
-from .strategy import MagCacheStrategy, Residual, StrategyPasses, strategy_of
+from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, Residual, StrategyPasses
 
 logger = logging.getLogger(__name__)
 NO_TAIL = (
@@ -206,8 +206,9 @@ class MagCacheHeadHook(MagCacheHook):
         if state.forward is not None:
             state.reset()
             raise UnsupportedModelError(NO_TAIL)
-        tensors: list[tuple[Any, ...]] = []
-        signature: Any = (describe_structure([args, kwargs], tensors), tensors)
+        tensors: list[torch.Tensor] = []
+        structure = describe_structure([args, kwargs], tensors)
+        signature: Any = (structure, [(t.shape, t.dtype, t.device) for t in tensors])
         if self.seen is not None:
             if self.seen.started:
                 state.reset()
@@ -325,10 +326,11 @@ class _TransformerHook(CacheHook[MagCacheState]):
             self._clock.restart()
             step = self._clock.step(hint, timestep)
         self._last_steps[branch] = step
-        tensors: list[tuple[Any, ...]] = []
+        tensors: list[torch.Tensor] = []
         structure = describe_structure(arguments, tensors)
+        shapes = [(t.shape, t.dtype, t.device) for t in tensors]
         never_held = self._family.must_compute is not None and self._family.must_compute(arguments) is not None
-        self._head.seen = TransformerInputs(step, (structure, tensors), never_held)
+        self._head.seen = TransformerInputs(step, (structure, shapes), never_held)
         state = enter_branch(self.state_manager)[1]
         if state.forward is not None:
             state.reset()  # the last forward failed half-way
@@ -366,7 +368,10 @@ def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: Ma
             f"{type(core).__name__} has no list of blocks that hooks could be registered on. "
             'Use holdover.enable(transformer, "mag_cache").'
         )
-    strategy, manager = strategy or strategy_of(core), BranchStateManager(MagCacheState)
+    if strategy is None:
+        found, is_own = MagCacheStrategyRegistry.find(core, config.transformer_type)
+        strategy = found if is_own else None
+    manager = BranchStateManager(MagCacheState)
     head = MagCacheHeadHook(manager, config, strategy, len(blocks) == 1, core)
     for number, (name, block) in enumerate(blocks):
         is_tail = number == len(blocks) - 1

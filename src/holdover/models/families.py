@@ -14,7 +14,7 @@ from torch import nn
 
 from ..grid import Grid
 from .inputs import unwrap_module
-from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal
+from .registry import INPUT_SIGNAL, Arguments, BlockSignal, Family, Signal, read_block_input
 
 # Signals read at the first block of the stack: the input of its attention, as the block itself computes it.
 
@@ -105,6 +105,11 @@ def modulate_minimax(block: Any, arguments: Arguments) -> torch.Tensor:
     return block.norm1(arguments["hidden_states"]) * (1 + scale) + shift
 
 
+def normalize_sensenova(block: Any, arguments: Arguments) -> torch.Tensor:
+    """Layer 0's norm of the tokens that are generated."""
+    return block.input_layernorm_mot_gen(read_block_input(block, arguments))
+
+
 # Signals that depend on the timestep alone.
 
 
@@ -144,6 +149,11 @@ def embed_lumina_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor
 def embed_hidream_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """The timestep embedding, before the pooled prompt is added."""
     return transformer.t_embedder(timesteps, transformer.dtype)
+
+
+def embed_hunyuan_image3_time(transformer: Any, timesteps: torch.Tensor) -> torch.Tensor:
+    """The timestep embedding."""
+    return transformer.time_embed(timesteps)
 
 
 # Passes that write keys and values for later passes: they must be computed.
@@ -292,4 +302,8 @@ FAMILIES = (
         conditioning=(ENCODER,),
         notes="The scheduler itself counts up; conditioning rows are at timestep 1, which is clean.",
     ),
+    # Models that vLLM-Omni has and diffusers has not
+    Family("BAGEL", ("Bagel",), INPUT),
+    Family("SenseNova-U1", ("SenseNovaU1ForCausalLM",), (Signal("normed", normalize_sensenova),)),
+    Family("HunyuanImage 3", ("HunyuanImage3Pipeline",), (Signal("time", of_time=embed_hunyuan_image3_time),)),
 )

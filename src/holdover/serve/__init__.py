@@ -10,6 +10,7 @@ queue        items with futures, batches      worker       the thread that owns 
 model        the pipeline, previews           metrics      Prometheus
 connections  slow and too many clients        launch       starting a server, and its log
 settings     every flag of the server         ray          the same server with replicas on many machines
+tensor_parallel  one model over several processes
 ```
 """
 

@@ -70,6 +70,9 @@ class ServedModel:
         )
         return to_pixels(output.images)
 
+    def close(self) -> None:
+        """Release what the model uses outside this process: nothing."""
+
     def count_tokens(self, prompt: str) -> int:
         """Number of tokens of a prompt; 0 if the pipeline has no tokenizer."""
         tokenizer = self.pipeline.components.get("tokenizer")
@@ -78,7 +81,12 @@ class ServedModel:
 
 def load_model(settings: Settings) -> ServedModel:
     """The model of a server's settings; its images have their size where a request names none."""
-    model = ServedModel(settings.model, load_pipeline(settings))
+    if settings.tensor_parallel_size > 1:
+        from .tensor_parallel import load_split_model  # which needs this module
+
+        model = load_split_model(settings)
+    else:
+        model = ServedModel(settings.model, load_pipeline(settings))
     width, height = model.info.size
     model.info = replace(model.info, size=(settings.width or width, settings.height or height))
     return model

@@ -50,6 +50,10 @@ class Settings(ModelSettings):
     header_timeout: float = setting(10.0, gt=0, doc="seconds that a client has to send the header of a request")
     body_timeout: float = setting(60.0, gt=0, doc="seconds that a client has to send the body, and to read a response")
     keep_alive: int = setting(5, ge=1, doc="seconds that an idle connection stays open")
+    enable_cpu_offload: bool = setting(False, doc="vLLM-Omni's name of --offload model")
+    tensor_parallel_size: int = setting(
+        1, ge=1, doc="number of GPUs that every weight of the transformer is split over"
+    )
     grace: int = setting(60, ge=0, doc="seconds that running requests get to finish at shutdown")
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), doc="lowest level that is logged")
     log_format: str = setting("text", choices=("text", "json"), doc="a line of text or a JSON object for each record")
@@ -57,6 +61,8 @@ class Settings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.enable_cpu_offload:
+            object.__setattr__(self, "offload", "model")
         if self.max_images > self.queue_size:
             raise ConfigError(
                 f"max_images is {self.max_images}, but the queue holds only {self.queue_size}: raise queue_size."
@@ -124,6 +130,8 @@ class RaySettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("tensor_parallel_size is for one server: on Ray, each replica has a GPU of its own.")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}, less than replicas, which is {self.replicas}.")
         for field in self.settings():

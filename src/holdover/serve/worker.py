@@ -126,6 +126,7 @@ class Worker(ImageBackend):
             if batch:
                 self._generate(batch, model, switch)
         switch.disable()
+        model.close()
 
     def _load(self) -> tuple[ServedModel, CacheSwitch]:
         settings = self._settings

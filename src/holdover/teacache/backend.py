@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -11,16 +12,19 @@ from torch import nn
 
 from ..base import DiffusionCacheConfig
 from ..engine.backend import EngineBackend, find_transformers
-from ..engine.install import CachedTransformer
+from ..engine.engine import Engine
+from ..engine.install import CachedTransformer, find_engine
 from ..engine.method import Method
 from ..engine.storage import STORAGES
-from ..errors import WITHOUT_CONSTANTS, ConfigError, HoldoverWarning, did_you_mean
+from ..errors import WITHOUT_CONSTANTS, ConfigError, EnableError, HoldoverWarning, did_you_mean
 from ..grid import Grid
 from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
 from .config import OWN_CLASS, TeaCacheConfig
+
+Enabler = Callable[[Any, Any], None]
 
 
 @cache
@@ -71,10 +75,10 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         transformer.extractor = find_named_extractor(self.config, transformer.core)
         signal, profile = self._constants[transformer] = self._resolve(transformer, pipeline)
         least = max(polynomial_of(fit).minimum() for _, fit in profile.fits)
-        if self.config.clamp and 0 < self.config.rel_l1_thresh <= least:
+        if self.config.clamp and 0 < self.config.threshold <= least:
             warnings.warn(
                 f"TeaCache can never hold a step of {transformer.class_name} at "
-                f"rel_l1_thresh={self.config.rel_l1_thresh:g}: its polynomial adds at least {least:.3g} at every "
+                f"rel_l1_thresh={self.config.threshold:g}: its polynomial adds at least {least:.3g} at every "
                 "step. Use a threshold above that, or measure coefficients of your own with "
                 "holdover.teacache.estimate_coefficients.",
                 HoldoverWarning,
@@ -129,7 +133,7 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
         polynomial = polynomial_of(profile.fit(branch))
         rescale: Callable[[float], float] = polynomial if settings.clamp else polynomial.raw
         return TeaCachePolicy(
-            settings.rel_l1_thresh, rescale, grid, profile.retained, self.reads_late, settings.compute_last
+            settings.threshold, rescale, grid, profile.retained, self.reads_late, settings.compute_last
         )
 
     def profile(self, transformer: CachedTransformer) -> TeaCacheProfile:
@@ -152,9 +156,60 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
         return own.replaced(clamp=False, compute_last=False) if isinstance(config, DiffusionCacheConfig) else own
 
     def enable(self, pipeline: Any) -> None:
+        enabler = CUSTOM_TEACACHE_ENABLERS.get(type(pipeline).__name__)
+        if enabler is not None and self._engine is None:
+            self._enable_by(enabler, pipeline)
+            return
         transformer = next(iter(find_transformers(pipeline).values()))
         self.settings = name_transformer(self.settings, transformer)
         super().enable(pipeline)
 
+    def _enable_by(self, enabler: Enabler, pipeline: Any) -> None:
+        """Let an enabler put a cache on the pipeline, and take it over."""
+        before = _find_engines(pipeline)
+        try:
+            enabler(pipeline, self.config)
+        finally:
+            found = [engine for engine in _find_engines(pipeline) if engine not in before]
+            if len(found) == 1 and sys.exc_info()[0] is None:
+                self._engine, self.enabled = found[0], True
+                found[0].owner = self
+            else:
+                for engine in found:
+                    engine.uninstall()
+        if self._engine is None:
+            name = type(pipeline).__name__
+            raise EnableError(f"The TeaCache enabler of {name} put caches on {len(found)} transformers instead of one.")
+
+    def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
+        by_enabler = type(pipeline).__name__ in CUSTOM_TEACACHE_ENABLERS  # the engine does not know the pipeline
+        super().refresh(None if by_enabler else pipeline, num_inference_steps, verbose)
+
     def make_method(self, settings: TeaCacheConfig) -> TeaCacheMethod:
         return TeaCacheMethod(settings)
+
+
+def _find_engines(pipeline: Any) -> list[Engine]:
+    """The caches on any module of a pipeline."""
+    parts = [pipeline] if isinstance(pipeline, nn.Module) else list(vars(pipeline).values())
+    modules = dict.fromkeys(m for part in parts if isinstance(part, nn.Module) for m in part.modules())
+    return [engine for module in modules if (engine := find_engine(module)) is not None]
+
+
+def _enabler(attribute: str, transformer_type: str) -> Enabler:
+    """An enabler for pipelines that have their transformer under another name."""
+
+    def enable(pipeline: Any, config: Any) -> None:
+        backend = TeaCacheBackend(config)
+        backend.settings = backend.settings.replaced(transformer_type=transformer_type)
+        backend.enable(getattr(pipeline, attribute))
+
+    return enable
+
+
+# How TeaCache gets onto a pipeline that has no `transformer`, by the name of the pipeline's class. An enabler is called
+# with the pipeline and the config of the backend, and applies TeaCache to one transformer.
+CUSTOM_TEACACHE_ENABLERS: dict[str, Enabler] = {
+    "BagelPipeline": _enabler("bagel", "Bagel"),
+    "SenseNovaU1Pipeline": _enabler("denoising_transformer", "SenseNovaU1ForCausalLM"),
+}

@@ -10,6 +10,9 @@ from ..config import setting
 from ..profiles import Profile
 
 OWN_CLASS = ("auto", "QwenImageTransformer2DModel")  # both mean the transformer's own; the second is documented
+DEFAULT_THRESHOLD = 0.2
+# What `rel_l1_thresh=None` means for a class, if not 0.2. From vllm-omni 0.30.0, diffusion/cache/teacache/config.py:97
+MODEL_THRESHOLDS = {"MiniMaxH3DiTModel": 0.17, "MiniMaxH3Transformer3DModel": 0.17}
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class TeaCacheConfig(TeaCacheSettings):
     selects one of the model's signals (Wan has `e` and `e0`). `transformer_type` is the class whose constants are used:
     by default, and for `"auto"`, the transformer's own; an extractor registered for it is used. `read="late"` reads the
     change of the signal at computed steps only and uses it for the held steps that follow. `clamp=False` and
-    `compute_last=False` are vLLM-Omni's rule: the polynomial as it is, and a last step that may be held.
+    `compute_last=False` are vLLM-Omni's rule: the polynomial as it is, and a last step that may be held. With
+    `rel_l1_thresh=None`, `threshold` is the default of that class.
     """
 
     method: ClassVar[str] = "tea_cache"
@@ -40,3 +44,10 @@ class TeaCacheConfig(TeaCacheSettings):
     clamp: bool = setting(True, doc="use the polynomial only on the range where it can be trusted")
     compute_last: bool = setting(True, doc="always compute the last step")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of held residuals")
+
+    @property
+    def threshold(self) -> float:
+        """`rel_l1_thresh`, or the default of the class in `transformer_type`."""
+        if self.rel_l1_thresh is not None:
+            return self.rel_l1_thresh
+        return MODEL_THRESHOLDS.get(self.transformer_type, DEFAULT_THRESHOLD)

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import importlib
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 from ..config import Config
@@ -78,17 +79,21 @@ def config_for(method: str, cache_config: Any) -> Config:
     """A method's config from `--cache-config`; an unknown key is an error that names the nearest valid one.
 
     vLLM-Omni passes a dataclass of its own methods' settings, with unknown keys in `_extra_params`. A field that the
-    method has too is taken unless it is None; any other only if it differs from its default, so that it is reported.
+    method has too is taken, a None only where the method knows one; any other only if it differs from its default, so
+    that it is reported.
     """
     if cache_config is None or isinstance(cache_config, Mapping):
         return own_config(method, cache_config or {})
     if not dataclasses.is_dataclass(cache_config) or isinstance(cache_config, type):
         raise ConfigError(f"--cache-config must be a JSON object, not {type(cache_config).__name__}.")
     given: dict[str, Any] = dict(cache_config._extra_params)  # type: ignore[attr-defined]
-    defaults, shared = type(cache_config)(), config_class(method).field_names()
+    defaults, hints = type(cache_config)(), typing.get_type_hints(config_class(method))
     for name in (field.name for field in dataclasses.fields(cache_config)):
         value = getattr(cache_config, name)
-        is_set = value is not None if name in shared else value != getattr(defaults, name)
+        if name in config_class(method).field_names():
+            is_set = value is not None or NoneType in typing.get_args(hints[name])
+        else:
+            is_set = value != getattr(defaults, name)
         if is_set and not name.startswith("_"):
             given[name] = value
     return own_config(method, given)
