@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
 OTHER_CONDITIONING = Decision(True, "the conditioning changed")
+OTHER_THREAD = Decision(True, "the step before ran in another thread")
 OTHER_PATH = Decision(True, "the forward took another path than before")
 HOLD = Hold()
 
@@ -49,6 +50,7 @@ class BranchState:
     predictor: Predictor = HOLD
     storage: Storage = ON_DEVICE
     signature: Any = None  # structure, shapes, dtypes and devices of the inputs
+    thread: int | None = None  # in which the branch ran last
     inputs: BranchInputs = field(default_factory=BranchInputs)
     signal: SignalReading | None = None
     last_step: int | None = None
