@@ -5,6 +5,7 @@ The branch is the name in diffusers' `cache_context`, else the conditioning, els
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 
-MAX_BRANCHES = 32  # of one transformer that are remembered; a new one replaces the oldest
+from ..policies.base import Decision
+
+MAX_BRANCHES = 32  # that are remembered; a new one replaces the oldest
+OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
+OTHER_CONDITIONING = Decision(True, "the conditioning changed")
+OTHER_THREAD = Decision(True, "the step before ran in another thread")
 
 
 @dataclass(slots=True)
@@ -118,22 +124,30 @@ class BranchInputs:
     """
 
     def __init__(self) -> None:
+        self._signature: Any = None  # structure, shapes, dtypes and devices
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []  # tensor, version, constant
         self._timestep: Any = None
+        self._thread: int | None = None
         self._conditioning: Conditioning | None = None
         self._copies = False  # keep copies of a conditioning that the caller writes over
 
-    def change_to(
+    def compare(
         self,
+        signature: Any,
         tensors: Sequence[torch.Tensor],
+        latents: Any,
         timestep: Any,
         get_conditioning: Callable[[], Sequence[torch.Tensor]] | None,
-    ) -> bool:
-        """Remember the inputs of this step; whether they do not continue those of the last one.
+    ) -> Decision | None:
+        """Remember the inputs of this step; why they do not continue those of the last one, if they do not.
 
-        `tensors` are the inputs without latents and timestep. `get_conditioning` is None where the conditioning itself
-        identifies the branch.
+        `get_conditioning` is None where the conditioning itself identifies the branch.
         """
+        other = self._signature is not None and self._signature != signature
+        self._signature = signature
+        if other:
+            self._seen, self._timestep, self._conditioning = [], None, None
+        tensors = [tensor for tensor in tensors if tensor is not latents and tensor is not timestep]
         before = self._seen if len(self._seen) == len(tensors) else []
         self._seen, changed, new = [], False, 0
         for index, tensor in enumerate(tensors):
@@ -145,7 +159,7 @@ class BranchInputs:
                 changed |= bool(before) and before[index][2]
                 self._seen.append((weakref.ref(tensor), version, False))
         last, self._timestep = self._timestep, timestep
-        if before and new == len(tensors) and isinstance(timestep, torch.Tensor) and isinstance(last, torch.Tensor):
+        if before and new == len(tensors) and isinstance(timestep, torch.Tensor) and last is not timestep:
             changed = changed or (timestep.shape == last.shape and torch.equal(timestep, last))
         if new and get_conditioning is not None:
             kept, conditioning = self._conditioning, get_conditioning()
@@ -154,7 +168,12 @@ class BranchInputs:
                     changed = changed or not kept.equals(conditioning)
                     self._copies |= kept.is_overwritten()
                 self._conditioning = Conditioning.keep([t.clone() if self._copies else t for t in conditioning])
-        return changed
+        thread, self._thread = self._thread, threading.get_ident()
+        if thread not in (None, self._thread):
+            return OTHER_THREAD
+        if other:
+            return OTHER_INPUTS
+        return OTHER_CONDITIONING if changed else None
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -22,21 +22,12 @@ from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wr
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
-from .branches import Branches, BranchInputs
+from .branches import OTHER_CONDITIONING, Branches
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
 from .install import CachedTransformer, ContextHint, Overrides, refuse_other_caches
 from .method import Method, Runner
 from .parallel import Ranks, find_groups, known_to_shards
-from .state import (
-    OTHER_CONDITIONING,
-    OTHER_INPUTS,
-    OTHER_THREAD,
-    BranchState,
-    ForwardCall,
-    Generation,
-    elapsed_seconds,
-    mark_time,
-)
+from .state import BranchState, ForwardCall, Generation, elapsed_seconds, mark_time
 
 
 class Engine:
@@ -161,19 +152,10 @@ class Engine:
             else:
                 state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
                 self.branch_state = state
-                change, thread = None, threading.get_ident()
-                if state.signature != signature:
-                    change = None if state.signature is None else OTHER_INPUTS
-                    state.signature, state.inputs = signature, BranchInputs()
                 latents = arguments.get(transformer.inputs.latents_name)
-                steady = [tensor for tensor in tensors if tensor is not latents and tensor is not timestep]
                 named = transformer.context.hint.name is not None
                 conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if named else None
-                if state.inputs.change_to(steady, timestep, conditioning):
-                    change = OTHER_CONDITIONING
-                if state.thread not in (None, thread):
-                    change = OTHER_THREAD
-                state.thread = thread
+                change = state.inputs.compare(signature, tensors, latents, timestep, conditioning)
                 if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
                     change = change or OTHER_CONDITIONING  # ranks that share the weights compute together
                 if change is not None:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from .install import CachedTransformer
     from .method import Method
 
-OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
-OTHER_CONDITIONING = Decision(True, "the conditioning changed")
-OTHER_THREAD = Decision(True, "the step before ran in another thread")
 OTHER_PATH = Decision(True, "the forward took another path than before")
 HOLD = Hold()
 
@@ -49,8 +46,6 @@ class BranchState:
     passes: BlockPasses  # how the blocks are run and held
     predictor: Predictor = HOLD
     storage: Storage = ON_DEVICE
-    signature: Any = None  # structure, shapes, dtypes and devices of the inputs
-    thread: int | None = None  # in which the branch ran last
     inputs: BranchInputs = field(default_factory=BranchInputs)
     signal: SignalReading | None = None
     last_step: int | None = None
