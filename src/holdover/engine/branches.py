@@ -5,6 +5,7 @@ The branch is the name in diffusers' `cache_context`, else the conditioning, els
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..policies.base import Decision
 MAX_BRANCHES = 32  # that are remembered; a new one replaces the oldest
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
 OTHER_CONDITIONING = Decision(True, "the conditioning changed")
+OTHER_THREAD = Decision(True, "the step before ran in another thread")
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class BranchInputs:
         self._signature: Any = None  # structure, shapes, dtypes and devices
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []  # tensor, version, constant
         self._timestep: Any = None
+        self._thread: int | None = None
         self._conditioning: Conditioning | None = None
         self._copies = False  # keep copies of a conditioning that the caller writes over
 
@@ -165,6 +168,9 @@ class BranchInputs:
                     changed = changed or not kept.equals(conditioning)
                     self._copies |= kept.is_overwritten()
                 self._conditioning = Conditioning.keep([t.clone() if self._copies else t for t in conditioning])
+        thread, self._thread = self._thread, threading.get_ident()
+        if thread not in (None, self._thread):
+            return OTHER_THREAD
         if other:
             return OTHER_INPUTS
         return OTHER_CONDITIONING if changed else None

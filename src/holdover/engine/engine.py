@@ -7,6 +7,7 @@ it, and records what happened. State is made when a generation starts and droppe
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ class Engine:
         self._warned_of_few_steps = False
         self._generation = Generation(method)
         self.branch_state: BranchState | None = None  # of the branch that runs or ran last
+        self.lock = threading.RLock()  # two pipelines that share a transformer may run in two threads
 
     @property
     def method(self) -> Method[Any]:
@@ -155,7 +157,7 @@ class Engine:
                 state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
                 self.branch_state = state
                 latents = arguments.get(transformer.inputs.latents_name)
-                named = transformer.hint.name is not None
+                named = transformer.context.hint.name is not None
                 conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if named else None
                 change = state.inputs.compare(signature, tensors, latents, timestep, conditioning)
                 if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
@@ -211,7 +213,7 @@ class Engine:
         """The step and branch of a forward; starts a generation where the step shows that one has started."""
         if self.pipeline is not None:
             self._clock.watch()
-        hint, label = transformer.hint, transformer.hint.name
+        hint, label = transformer.context.hint, transformer.context.hint.name
         conditioning: tuple[torch.Tensor, ...] = ()
         host_values = None
         if hint.name is None:
@@ -272,7 +274,7 @@ class Engine:
         if self._clock.running:
             return self._clock.grid.between(step, self._clock.grid.last)
         declared = self._declared_steps or self._generation.method.declared_steps
-        count = transformer.hint.num_inference_steps or declared
+        count = transformer.context.hint.num_inference_steps or declared
         return Grid(count) if count else Grid.unbounded()
 
     # One generation
@@ -293,16 +295,17 @@ class Engine:
                 )
 
     def _start(self) -> None:
-        self._finish()
-        self._timestep_clock.reset()
-        for transformer in self.transformers:
-            groups = find_groups(transformer.module, self._ranks)
-            if groups != transformer.groups:
-                transformer.groups = groups
-                transformer.paths.clear()
-        self._generation = Generation(self.method)
-        self._generation.method.on_start()
-        self._ledger.open(self._generation.stats)
+        with self.lock:
+            self._finish()
+            self._timestep_clock.reset()
+            for transformer in self.transformers:
+                groups = find_groups(transformer.module, self._ranks)
+                if groups != transformer.groups:
+                    transformer.groups = groups
+                    transformer.paths.clear()
+            self._generation = Generation(self.method)
+            self._generation.method.on_start()
+            self._ledger.open(self._generation.stats)
 
     def _on_scheduler_step(self, step: SchedulerStep) -> None:
         if self._generation.stats.forwards and self._generation.method.follows:
@@ -310,8 +313,9 @@ class Engine:
 
     def _finish(self) -> None:
         """The generation is over, complete or not: release everything."""
-        generation, self.branch_state = self._generation, None
-        generation.drop()
+        with self.lock:
+            generation, self.branch_state = self._generation, None
+            generation.drop()
         if generation.open and generation.stats.forwards:
             generation.method.on_end()
             if is_inactive(generation.stats):

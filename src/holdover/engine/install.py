@@ -16,6 +16,7 @@ Copies and pickles of a transformer or scheduler are plain: its `__getstate__` l
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,12 @@ class ContextHint:
 
 
 NO_HINT = ContextHint()
+
+
+class ThreadContext(threading.local):
+    """What belongs to the thread that calls a transformer: the `cache_context` it is in."""
+
+    hint = NO_HINT
 
 
 class PlainState:
@@ -163,7 +170,7 @@ class CachedTransformer:
         self.inputs = ForwardSignature(self.core, self.family.conditioning)
         self.lists = find_block_lists(self.core)
         self.paths: RecentDict[Any, Any] = RecentDict()
-        self.hint = NO_HINT
+        self.context = ThreadContext()
         self.running: BlockPass | None = None
         self.groups = find_groups(module, None)
         self.engine: Any = None  # while it is installed
@@ -204,7 +211,8 @@ class CachedTransformer:
                 plain: Any = cached._compiled_call or this._call_impl
                 if cached.compiled:
                     plain = _call_traced(plain, compiler)
-                return cached.engine.forward(cached, plain, args, kwargs)
+                with cached.engine.lock:
+                    return cached.engine.forward(cached, plain, args, kwargs)
             finally:
                 set_eval_frame(compiler)
 
@@ -226,13 +234,13 @@ class CachedTransformer:
 
         @contextlib.contextmanager
         def cache_context(name: str, **where: Any) -> Iterator[None]:
-            outer = self.hint
-            self.hint = ContextHint(name, where.get("step_index"), where.get("num_inference_steps"))
+            outer = self.context.hint
+            self.context.hint = ContextHint(name, where.get("step_index"), where.get("num_inference_steps"))
             try:
                 with plain(name, **where) if plain is not None else contextlib.nullcontext():
                     yield
             finally:
-                self.hint = outer
+                self.context.hint = outer
 
         return cache_context
 
