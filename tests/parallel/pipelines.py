@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import holdover
+from constant_free import HOLD
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 10
@@ -28,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "cache_dit": {"max_warmup_steps": 2},
     "plan": {"budget": 5},
     "none": {},
+    **HOLD,
 }
 # Some steps are held, some are not.
 THRESHOLDS = {"flux": 0.25, "qwen": 0.25, "wan": 0.8}
