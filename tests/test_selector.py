@@ -12,7 +12,7 @@ from holdover.cache_dit_backend import CacheDiTBackend, CacheDiTConfig
 from holdover.config import Config
 from holdover.engine.backend import NoneBackend
 from holdover.engine.method import NoneConfig
-from holdover.errors import ConfigError, NotEnabledError
+from holdover.errors import WITHOUT_CONSTANTS, ConfigError, NotEnabledError
 from holdover.magcache import MagCacheBackend, MagCacheConfig
 from holdover.methods.easy_cache import EasyCacheBackend, EasyCacheConfig
 from holdover.methods.first_block import FirstBlockBackend, FirstBlockConfig
@@ -22,6 +22,7 @@ from holdover.methods.taylor_seer import TaylorSeerBackend, TaylorSeerConfig
 from holdover.plan import PlanBackend, PlanConfig
 from holdover.selector import backend_class, backend_for_config, config_class, get_cache_backend, methods, own_config
 from holdover.teacache import TeaCacheBackend, TeaCacheConfig
+from tiny.models import MODELS
 
 METHODS: dict[str, tuple[type[CacheBackend], type[Config]]] = {
     "tea_cache": (TeaCacheBackend, TeaCacheConfig),
@@ -145,6 +146,18 @@ def test_what_is_no_config_of_the_method_is_refused(config: Any) -> None:
     message = f"^TeaCacheBackend takes a TeaCacheConfig, not {type(config).__name__}"
     with pytest.raises(ConfigError, match=message):
         get_cache_backend("tea_cache", config)
+
+
+def test_methods_that_need_no_constants_are_named_where_constants_are_missing() -> None:
+    named = WITHOUT_CONSTANTS.partition(" need ")[0].replace(" and ", ", ").split(", ")
+    assert {"easy_cache", "sea_cache", "spectrum", "first_block", "plan"} == set(named) <= set(methods())
+    assert not any(config_class(name).constants for name in named)
+    model = MODELS["PixArtTransformer2DModel"].build()
+    for name in ("tea_cache", "mag_cache"):
+        with pytest.raises(ConfigError, match=WITHOUT_CONSTANTS):
+            holdover.enable(model, name)
+    for name in named:
+        holdover.enable(model, name).disable()
 
 
 def test_the_union_alone_belongs_to_no_method() -> None:

@@ -16,7 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import holdover
+<<<<<<< HEAD
 from holdover.plan.search import growing
+=======
+from constant_free import HOLD
+>>>>>>> methods
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 10
@@ -29,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "cache_dit": {"max_warmup_steps": 2},
     "plan": {"schedule": growing(STEPS, 5)},
     "none": {},
+    **HOLD,
 }
 # Some steps are held, some are not.
 THRESHOLDS = {"flux": 0.25, "qwen": 0.25, "wan": 0.8}

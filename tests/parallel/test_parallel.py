@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from constant_free import HOLD
 from holdover.grid import Grid
 from holdover.policies.teacache import Polynomial, TeaCachePolicy
 from parallel.workers import RankTimeoutError, WorkerGroup, run_under_torchrun
@@ -116,6 +117,15 @@ def assert_as_one_process(results: Results) -> None:
 )
 def test_every_method_with_tokens_over_two_ranks(two: WorkerGroup, model: str, how: dict[str, Any]) -> None:
     assert_as_one_process(two.run("sequence", model, how, ALL))
+
+
+@pytest.mark.parametrize("model", ["flux", "wan"])
+def test_methods_without_constants_over_two_ranks(two: WorkerGroup, model: str) -> None:
+    free = tuple(HOLD)
+    assert_branches_of_one_process(two.run("guidance", model, free), ("cond", "uncond"))
+    assert_as_one_process(two.run("sequence", model, {"ulysses_degree": 2}, free))
+    for how in ("fully_shard", "wrapper", *(["tensor"] if model == "flux" else [])):
+        assert_as_one_process(two.run("weights", how, model, free))
 
 
 def test_a_signal_that_is_read_late(two: WorkerGroup) -> None:

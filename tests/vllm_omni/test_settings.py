@@ -8,6 +8,7 @@ import json
 import pytest
 
 import holdover
+from constant_free import HOLD
 from holdover.selector import config_class
 from holdover.vllm_omni import config_for, method_names
 from holdover.vllm_omni.backend import request_settings
@@ -17,6 +18,7 @@ SAID = {
     "tea_cache": {"rel_l1_thresh": 0.3, "signal": "e0", "hold_in": "cpu"},
     "mag_cache": {"mag_threshold": 0.1, "mag_ratios": [1.0, 0.9], "interpolation": "nearest"},
     "cache_dit": {"Fn_compute_blocks": 2, "residual_diff_threshold": 0.1},
+    **HOLD,
 }
 
 
