@@ -86,7 +86,7 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
             self._extractor_used = self.extractor_fn
             self._forget()  # what is held was computed in another way
         transformer.extractor = None if self.extractor_fn is None else self._extract
-        transformer.hint = self.state_manager.hint
+        transformer.context.hint = self.state_manager.hint
         plain = module if self.fn_ref is None else self.fn_ref.original_forward
         return self._engine.forward(transformer, plain, args, kwargs)
 
