@@ -137,7 +137,7 @@ def info(
 
         pipe = load_pipeline(ModelSettings(model=model))
         pipe.set_progress_bar_config(disable=True)
-        with enable(pipe, "mag_cache", mag_ratios=[1.0, 1.0]) as cache:  # verified in the first generation
+        with enable(pipe, "mag_cache", calibrate=True) as cache:  # verified in the first generation
             pipe("red apple", num_inference_steps=2)
             for name, report in cache.reports().items():
                 print_line(f"{name:<13}{report}")
