@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import holdover
-from holdover.plan.search import growing
 from constant_free import HOLD
+from holdover.plan.search import growing
 from tiny.pipelines import PIPELINES, run
 
 STEPS = 10
