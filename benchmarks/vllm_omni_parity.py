@@ -110,7 +110,8 @@ class Ours:
         return [Polynomial(POLYNOMIALS[name]).raw(change) for change in changes]
 
     def tea_decisions(self, name: str, threshold: float, scale: float, steps: int) -> str:
-        policy = TeaCachePolicy(threshold, Polynomial.trusted(POLYNOMIALS[name]), Grid(steps))
+        rescale = Polynomial.trusted(POLYNOMIALS[name]).raw
+        policy = TeaCachePolicy(threshold, rescale, Grid(steps), compute_last=False)
         state, reading, decisions = policy.start(), None, ""
         for step, signal in enumerate(make_signals(scale, steps)):
             reading = SignalReading(signal, reading)

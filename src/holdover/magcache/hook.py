@@ -37,8 +37,9 @@ from ..models.inputs import ForwardSignature, bind_arguments, describe_structure
 from ..models.registry import get_family, read_block_input
 from ..models.trace import find_block_lists
 from ..policies.base import Policy
+from ..profiles import MagCacheRatios
 from .backend import make_policy, resolve_profile
-from .calibration import NEUTRAL, step_figures
+from .calibration import NEUTRAL, log_calibration, step_figures
 from .config import MagCacheConfig
 from .forward import FollowingForward, HookedForward, RecordingForward
 from .state import MagCacheState
@@ -93,10 +94,8 @@ class MagCacheHook(CacheHook[MagCacheState]):
         if state.step_index < (state.num_inference_steps or self.config.num_inference_steps):
             return
         if self.config.calibrating:
-            logger.info("MagCache calibration complete.")
-            for name in ("norm_ratios", "norm_stds", "cos_dises"):
-                logger.info("%s: %s", name, [round(value, 5) for value in getattr(state, name)])
-            logger.info("Copy these values to DiffusionCacheConfig(mag_ratios=...).")
+            figures = (tuple(values) for values in (state.norm_ratios, state.norm_stds, state.cos_dises))
+            log_calibration(logger, [("", MagCacheRatios(*figures))])
         state.reset()
 
     def _run_block(
