@@ -139,7 +139,8 @@ def find_engine(module: nn.Module) -> Engine | None:
         return cached.engine
     registry: Any = vars(module).get("_diffusers_hook")
     hooks = () if registry is None else registry.hooks.values()
-    return next((hook.engine for hook in hooks if getattr(hook, "engine", None) is not None), None)
+    hooked: Engine | None = next((hook.engine for hook in hooks if getattr(hook, "engine", None) is not None), None)
+    return hooked
 
 
 class CachedTransformer:
