@@ -57,6 +57,8 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "calibration_path": ("str or None", ()),
     "hold_in": ("str", ("disk", "", "FP8")),
     "read": ("str", ("soon", "", "LATE")),
+    "clamp": ("bool", ()),
+    "compute_last": ("bool", ()),
     "Fn_compute_blocks": ("int", (0, -1)),
     "Bn_compute_blocks": ("int", (-1,)),
     "max_warmup_steps": ("int", (-1,)),

@@ -14,6 +14,7 @@ from torch import nn
 
 import holdover
 from holdover.context import CacheContext
+from holdover.engine.backend import find_cache
 from holdover.engine.hooks import has_hooks
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.profiles import shipped
@@ -360,6 +361,16 @@ class TestApplyTeacacheHook:
         hook = dual._diffusers_hook.get_hook("teacache")
         profile = next(p for p in shipped("tea_cache") if p.transformer_class == "FluxTransformer2DModel")
         assert tuple(hook.rescale_func.coeffs) == pytest.approx(profile.fit("").coefficients)
+
+    def test_its_cache_is_found_as_that_of_a_backend_is(self, dual: DualStream) -> None:
+        apply_teacache_hook(dual, HOLD)
+        loop(dual)
+        cache = find_cache(dual)
+        assert cache.stats().last.trace("1") == "Chhhh"
+        cache.refresh(dual, num_inference_steps=3)
+        cache.disable()
+        assert not has_hooks(dual)
+        assert find_cache(dual) is None
 
     def test_one_cache_at_a_time(self, dual: DualStream) -> None:
         with holdover.enable(dual, OFF), pytest.raises(EnableError, match="already is a holdover cache"):

@@ -73,6 +73,10 @@ class EngineBackend(CacheBackend[ConfigT]):
         engine.install()
         self._engine, self.enabled = engine, True
 
+    def take_over(self, engine: Engine) -> None:
+        """Be the cache of an engine that is on its transformer already."""
+        self._engine, self.enabled, engine.owner = engine, True, self
+
     def refresh(self, pipeline: Any, num_inference_steps: int, verbose: bool = True) -> None:
         self._check_target(pipeline, num_inference_steps)
         self._require_engine().refresh(num_inference_steps)

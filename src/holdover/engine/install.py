@@ -135,10 +135,14 @@ class Overrides:
 
 
 def find_engine(module: nn.Module) -> Engine | None:
-    """The engine of the cache that is on a transformer, if there is one."""
+    """The engine of the cache that is on a transformer, or of a hook that is registered on it, if there is one."""
     reference = getattr(vars(module).get("_compiled_call_impl"), "cached_transformer", None)
     cached: CachedTransformer | None = None if reference is None else reference()
-    return None if cached is None else cached.engine
+    registry: Any = vars(module).get("_diffusers_hook")
+    hooks = () if registry is None else registry.hooks.values()
+    found = (cached, *hooks)
+    engine: Engine | None = next((one.engine for one in found if getattr(one, "engine", None) is not None), None)
+    return engine
 
 
 def refuse_other_caches(module: nn.Module) -> None:

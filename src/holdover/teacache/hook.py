@@ -13,7 +13,7 @@ from torch import nn
 from ..context import CacheContext
 from ..engine.blocks import BlockRunner
 from ..engine.engine import Engine
-from ..engine.hooks import BranchStateManager, CacheHook, forget_child_registries, register_hook
+from ..engine.hooks import BranchStateManager, CacheHook, forget_child_registries, register_hook, remove_hooks
 from ..engine.install import CachedTransformer, find_engine
 from ..engine.method import Runner
 from ..engine.output import ExtractorRunner
@@ -25,7 +25,7 @@ from ..policies.base import Decision
 from ..policies.teacache import TeaCacheState
 from ..profiles import TeaCacheFit, shipped
 from ..stats import Stats
-from .backend import TeaCacheMethod, find_named_extractor, name_transformer
+from .backend import TeaCacheBackend, TeaCacheMethod, find_named_extractor, name_transformer
 from .config import TeaCacheConfig
 
 
@@ -40,7 +40,7 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
     def __init__(self, config: TeaCacheConfig) -> None:
         self.extractor_fn: Extractor | None = None
         self.rescale_func: Callable[[float], float] = np.poly1d([1.0, 0.0])
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._extractor_used: Extractor | None = None
         self._rescale_found: Callable[[float], float] = self.rescale_func  # what the config led to
         super().__init__(BranchStateManager(TeaCacheState, on_reset=self._forget), config)
@@ -53,48 +53,48 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
     @config.setter
     def config(self, config: TeaCacheConfig) -> None:
         self._config = config
-        if self._engine is None:
+        if self.engine is None:
             self.rescale_func = self._rescale_found = np.poly1d(_find_fit(config).coefficients)
         else:
-            self._engine.method.prepare(self._engine.transformers[0], None)
+            self.engine.method.prepare(self.engine.transformers[0], None)
             self.rescale_func, self.extractor_fn = self._rescale_found, None
-            self._adopt(self._engine)
+            self._adopt(self.engine)
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Find the constants and the extractor of the module."""
         if find_engine(module) is not None:
             raise EnableError(f"There already is a holdover cache on this {type(module).__name__}: disable() it first.")
-        engine = Engine(None, {"transformer": module}, _HookMethod(self))
-        self._engine = engine
-        self._adopt(engine)
+        self.engine = _HookEngine(None, {"transformer": module}, _HookMethod(self))
+        TeaCacheBackend(self.config).take_over(self.engine)
+        self._adopt(self.engine)
         return module
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
         """Forget the module."""
         self.state_manager.reset()
-        self._engine = None
+        self.engine = None
         return module
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """One forward of the module, computed or held."""
-        if self._engine is None:
+        if self.engine is None:
             self.initialize_hook(module)
-        assert self._engine is not None
-        transformer = self._engine.transformers[0]
+        assert self.engine is not None
+        transformer = self.engine.transformers[0]
         if self.extractor_fn is not self._extractor_used:
             self._extractor_used = self.extractor_fn
             self._forget()  # what is held was computed in another way
         transformer.extractor = None if self.extractor_fn is None else self._extract
         transformer.context.hint = self.state_manager.hint
         plain = module if self.fn_ref is None else self.fn_ref.original_forward
-        return self._engine.forward(transformer, plain, args, kwargs)
+        return self.engine.forward(transformer, plain, args, kwargs)
 
     def stats(self) -> Stats:
         """The computed and held steps so far."""
-        if self._engine is None:
+        if self.engine is None:
             raise NotEnabledError("There are no statistics: the hook is not registered on a transformer.")
-        return self._engine.stats()
+        return self.engine.stats()
 
     def _adopt(self, engine: Engine) -> None:
         """Take over the polynomial and the extractor that the config leads to, unless others were set."""
@@ -113,8 +113,16 @@ class TeaCacheHook(CacheHook[TeaCacheState]):
         return context
 
     def _forget(self) -> None:
-        if self._engine is not None:
-            self._engine.refresh(None)
+        if self.engine is not None:
+            self.engine.refresh(None)
+
+
+class _HookEngine(Engine):
+    """The engine of a hook, which is on the transformer in the engine's place."""
+
+    def uninstall(self) -> None:
+        remove_hooks(self.transformers[0].module)
+        super().uninstall()
 
 
 class _HookMethod(TeaCacheMethod):
