@@ -164,19 +164,22 @@ def library_adapter(transformer: nn.Module, pipeline: Any) -> BlockAdapter:
     registered = BlockAdapterRegister._adapters
     wanted = (_REGISTERED_AS.get(class_name, class_name), type(pipeline).__name__)
     name = next((name for each in wanted for name in registered if each.startswith(name)), None)
+    missing = (
+        f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
+        "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, which "
+        "trace any transformer."
+    )
     if name is None:
-        raise UnsupportedModelError(
-            f"cache-dit {cache_dit.__version__} has no adapter for {class_name}. Declare its lists as "
-            "_cache_dit_adapter_config, register an enabler in CUSTOM_DIT_ENABLERS, or use tea_cache or mag_cache, "
-            "which trace any transformer."
-        )
+        raise UnsupportedModelError(missing)
     pipe = FakeDiffusionPipeline(transformer)
     pipe.prior = transformer
     try:
         adapter = registered[name](pipe, skip_post_init=True)
         adapter.maybe_fill_attrs()
         adapter.maybe_skip_checks()
-    except Exception as error:  # any error in the library's code: the user needs to see it
+    except AssertionError as error:  # it is an adapter for another class
+        raise UnsupportedModelError(f"{missing} The one for {name!r} says: {error}") from error
+    except Exception as error:  # any other error is one of the library's code, which the user needs to see
         raise UnsupportedModelError(
             f"The adapter of cache-dit {cache_dit.__version__} for {name!r} fails on {class_name}: "
             f"{type(error).__name__}: {error}. Declare its lists as _cache_dit_adapter_config, or use tea_cache or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -146,6 +147,9 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
                 module = self._get_transformer(pipeline)
                 transformers = {_path_of(module, find_transformers(pipeline)): module}
         self._enable_on(pipeline, transformers or find_transformers(pipeline))
+        for part in self._require_engine().transformers:  # the stack inside a transformer need not get the timestep
+            if "." in part.name and part.inputs.timestep_name is None:
+                part.family = dataclasses.replace(part.family, one_forward_per_step=True)
         self._refresh_func = build_cache_context_refresh(
             self.settings, self._get_transformer or default_get_pipeline_transformer
         )

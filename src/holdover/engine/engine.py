@@ -230,8 +230,8 @@ class Engine:
             if branches is not None:
                 label = label or branches.find(step, conditioning, host_values)
                 last = branches.last_step.get(label, -1)
-                if timestep is None and hint.step_index is None and last + 1 < (self._declared_steps or 0):
-                    step = last + 1  # nothing in its arguments tells the step, but refresh() how many there are
+                if transformer.family.one_forward_per_step and last + 1 < (self._declared_steps or 0):
+                    step = last + 1
                 elif last >= step and not self._timestep_clock.continues:  # a new generation
                     self._timestep_clock.restart()
                     step, label = self._timestep_clock.step(hint, timestep), hint.name

@@ -60,6 +60,7 @@ class Family:
     - `must_compute(arguments)`: the reason why this pass must not be held (it writes a KV cache, for example), or None.
     - `range_of(pipeline, transformer, grid)`: the steps this transformer handles, if a pipeline has two experts.
     - `time_runs_up`: the model receives 1 - t instead of t.
+    - `one_forward_per_step`: no argument tells the step; each forward is the next step of what refresh() declares.
     - `notes`: other facts for the model tables of the documentation.
     """
 
@@ -71,6 +72,7 @@ class Family:
     must_compute: Callable[[Arguments], str | None] | None = None
     range_of: Callable[[Any, nn.Module, Grid], Grid] = handle_all_steps
     time_runs_up: bool = False
+    one_forward_per_step: bool = False
     notes: str = field(default="", compare=False)
 
     def signal(self, name: str | None = None) -> Signal | None:
