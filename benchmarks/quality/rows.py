@@ -308,20 +308,24 @@ def _with_threshold(method: str, threshold: float, **settings: Any) -> Method:
 
 
 def taylor_seer(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
-    """TaylorSeer: order and quantity first, then warm-up steps; the shortest interval within the budget."""
+    """TaylorSeer: order, quantity and a static or growing interval first, then warm-up steps."""
     search = Search(bench, sampling)
 
-    def make(budget: int, warm_up: int, **chosen: Any) -> Method:
-        found = (n for n in range(1, sampling.steps) if _count_computed(sampling.steps, warm_up, n, 0.0) <= budget)
-        interval = next(found, sampling.steps)
-        return cached("taylor_seer", "taylor_seer", interval=interval, warmup_steps=warm_up, **chosen)
+    def make(budget: int, warm_up: int, grows: bool, **chosen: Any) -> Method:
+        interval, growth = 2, _slowest_growth(sampling.steps, warm_up, budget) if grows else 0.0
+        if not grows:
+            counts = {n: _count_computed(sampling.steps, warm_up, n, 0.0) for n in range(1, sampling.steps)}
+            interval = next((n for n, count in counts.items() if count <= budget), sampling.steps)
+        rule = {"interval": interval, "growth": growth, "warmup_steps": warm_up}
+        return cached("taylor_seer", "taylor_seer", **rule, **chosen)
 
     for budget in budgets:
-        kinds = product((1, 2), ("output", "residuals"))
-        search.add_all(make(budget, min(3, budget), order=order, quantity=quantity) for order, quantity in kinds)
+        kinds = product((False, True), (1, 2), ("output", "residuals"))
+        search.add_all(make(budget, min(3, budget - 1), grows, order=order, quantity=q) for grows, order, q in kinds)
         best = search.best(budget).method.settings
         chosen = {"order": best["order"], "quantity": best["quantity"]}
-        search.add_all(make(budget, warm_up, **chosen) for warm_up in _warm_ups(budget)[: bench.scale.tries])
+        warm_ups = _warm_ups(budget)[: bench.scale.tries]
+        search.add_all(make(budget, warm_up, best["growth"] > 0, **chosen) for warm_up in warm_ups)
     return search.rows(budgets)
 
 
@@ -330,8 +334,7 @@ def spectrum(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
     search = Search(bench, sampling)
 
     def make(budget: int, warm_up: int, **chosen: Any) -> Method:
-        found = (g / 20 for g in range(1000) if _count_computed(sampling.steps, warm_up, 2.0, g / 20) <= budget)
-        growth = next(found, float(sampling.steps))
+        growth = _slowest_growth(sampling.steps, warm_up, budget)
         return cached("spectrum", "spectrum", growth=growth, warmup_steps=warm_up, **chosen)
 
     for budget in budgets:
@@ -341,6 +344,12 @@ def spectrum(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
         chosen = {"share": best["share"], "quantity": best["quantity"]}
         search.add_all(make(budget, warm_up, **chosen) for warm_up in _warm_ups(budget)[: bench.scale.tries])
     return search.rows(budgets)
+
+
+def _slowest_growth(steps: int, warm_up: int, budget: int) -> float:
+    """The slowest growth of an interval of 2 with which at most `budget` steps are computed."""
+    found = (g / 20 for g in range(1000) if _count_computed(steps, warm_up, 2.0, g / 20) <= budget)
+    return next(found, float(steps))
 
 
 def _count_computed(steps: int, warm_up: int, interval: float, growth: float) -> int:
