@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -164,7 +164,11 @@ def test_requests_on_one_connection_each_have_their_own_time() -> None:
 
 
 def test_when_there_are_too_many_connections_the_oldest_idle_one_is_closed() -> None:
-    with served(header_timeout=LONG, max_connections=4) as (address, _), connected(address, 12) as silent:
+    slow = {"header_timeout": LONG, "body_timeout": LONG}
+    with served(max_connections=4, **slow) as (address, _), connected(address, 12) as silent:
+        for connection in silent[::2]:
+            with suppress(OSError):  # it is closed already
+                connection.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
         assert httpx.get("http://{}:{}/".format(*address), timeout=PATIENCE).status_code == 200
         assert eventually(lambda: [is_closed(one) for one in silent[:9]] == [True] * 9)
         assert [is_closed(one) for one in silent[9:]] == [False] * 3

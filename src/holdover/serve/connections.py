@@ -70,8 +70,8 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running: the client has sent none yet, or the response to the last one is complete."""
-        return self.cycle is None or self.cycle.response_complete
+        """Whether no request is running: none has arrived completely, or the response to the last one is complete."""
+        return self.cycle is None or self.cycle.more_body or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -144,7 +144,7 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         logger.info("connection of %s closed: %s", self.client[0] if self.client else "a client", error.detail)
-        if self.idle or not self.cycle.response_started:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(error.body).encode()
             headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
             lines = [f"{name}: {value}\r\n" for name, value in {**headers, **(error.headers or {})}.items()]

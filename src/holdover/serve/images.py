@@ -17,7 +17,7 @@ import torch
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from .errors import ApiError, invalid, too_large
@@ -78,6 +78,13 @@ async def read_edit_form(request: Request, max_size: int) -> tuple[EditRequest, 
         raise
     except HTTPException as error:
         raise invalid(f"The form cannot be read: {error.detail}", code="invalid_form") from None
+    try:
+        return await _read_fields(form, max_size)
+    finally:
+        await form.close()
+
+
+async def _read_fields(form: FormData, max_size: int) -> tuple[EditRequest, PIL.Image.Image]:
     files, values = list[UploadFile](), dict[str, Any]()
     for name, value in form.multi_items():
         if name in ("image", "image[]") and isinstance(value, UploadFile):

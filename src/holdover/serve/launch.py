@@ -99,7 +99,7 @@ def free_port(settings: Settings) -> int:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _check_loaded(worker: Worker) -> None:

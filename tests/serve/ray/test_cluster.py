@@ -214,7 +214,7 @@ def test_openais_client_generates_and_streams(server: Cluster) -> None:
 
 def test_it_answers_as_a_server_of_one_process_does(server: Cluster) -> None:
     """The same images, errors and OpenAPI document."""
-    settings = {name: ARGS[name] for name in ("max_wait", "max_batch", "prompt_cache")}
+    settings = {name: ARGS[name] for name in ("max_wait", "max_batch", "prompt_cache", "max_previews")}
     settings |= {"cache_backend": "mag_cache", "cache_config": MAG}
     asked = [
         {"prompt": "rocket", "steps": 5, "seed": 3},
