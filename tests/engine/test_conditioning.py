@@ -60,8 +60,7 @@ def with_other_prompt(call):
     return {key: value + 0.5 if "embeds" in key else value for key, value in call.items()}
 
 
-@pytest.mark.parametrize("same_prompt", [True, False])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(("after", "same_prompt"), [(0, True), (2, True), (2, False)])
 def test_a_stopped_generation_does_not_reach_another_pipeline(built, method, same_prompt, after):
     tiny, pipe = built
     other, call = other_pipeline(pipe), tiny.call(steps=1, seed=5)
