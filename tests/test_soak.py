@@ -12,7 +12,7 @@ from benchmarks.soak.run import soak
 
 
 def test_a_short_soak_run_leaves_nothing_behind_and_equals_fresh_processes() -> None:
-    plan = make_plan(60, seed=13, steps=(4, 10), compare_every=30)
+    plan = make_plan(60, seed=197, steps=(4, 10), compare_every=30)
     outcome = soak(plan, samples=6)
     assert outcome.generations == 60
     assert outcome.counts["aborted"] >= 3

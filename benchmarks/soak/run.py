@@ -89,6 +89,7 @@ class LivePipeline:
         if self.state.prompt_cache and not state.prompt_cache:
             self.counts["prompts found"] += self._prompts.hits
             holdover.uninstall_prompt_embed_cache(self.pipe)
+            self._prompts = None
         if state.cache != self.state.cache or again:
             if self._cache is not None:
                 stats = self._cache.stats()

@@ -68,8 +68,8 @@ class PlainState:
         self._instance, self.overrides = instance, overrides
 
     def __call__(self) -> Any:
-        cls: Any = type(self._instance)
-        state = cls.__getstate__(self._instance)
+        plain_class: Any = type(self._instance)
+        state = plain_class.__getstate__(self._instance)
         return self.overrides.remove_from(state, self._instance) if isinstance(state, dict) else state
 
 
