@@ -202,7 +202,7 @@ class SpectrumKeywords(TypedDict, total=False):
     ridge: float
     """Strength of the regularization (more than 0; default 0.1)."""
     share: float
-    """Share of the polynomials in the forecast; the rest is the straight line (at least 0 and at most 1; default 0.5)."""
+    """Share of the polynomials in the forecast; the rest is a straight line (at least 0 and at most 1; default 0.5)."""
     quantity: Literal["output", "residuals"]
     """What is forecast (one of 'output', 'residuals'; default 'output')."""
     hold_in: Literal["device", "fp8", "cpu"]
@@ -621,7 +621,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "share": (
                 "0.5",
                 "at least 0 and at most 1",
-                "share of the polynomials in the forecast; the rest is the straight line",
+                "share of the polynomials in the forecast; the rest is a straight line",
             ),
             "quantity": (
                 "'output'",

@@ -37,9 +37,7 @@ class SpectrumConfig(Config):
     warmup_steps: int = setting(5, ge=0, doc="number of first steps that are always computed")
     degree: int = setting(4, ge=0, le=16, doc="highest degree of the Chebyshev polynomials")
     ridge: float = setting(0.1, gt=0, doc="strength of the regularization")
-    share: float = setting(
-        0.5, ge=0, le=1, doc="share of the polynomials in the forecast; the rest is the straight line"
-    )
+    share: float = setting(0.5, ge=0, le=1, doc="share of the polynomials in the forecast; the rest is a straight line")
     quantity: str = setting("output", choices=("output", "residuals"), doc="what is forecast")
     hold_in: str = setting("device", choices=("device", "fp8", "cpu"), doc="storage of what is held")
 
