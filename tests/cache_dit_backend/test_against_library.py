@@ -47,10 +47,6 @@ CASES = {
         {"max_warmup_steps": 6, "warmup_interval": 3},
         {"max_warmup_steps": 6, "warmup_interval": 3},
     ),
-    "differences in all": (
-        {"max_accumulated_residual_diff_threshold": 0.3},
-        {"max_accumulated_residual_diff_threshold": 0.3},
-    ),
     "scm static": ({"scm_steps_mask_policy": "fast", "scm_steps_policy": "static"}, mask("fast", "static")),
     "scm dynamic": ({"scm_steps_mask_policy": "ultra"}, mask("ultra", "dynamic")),
     "all of it": (

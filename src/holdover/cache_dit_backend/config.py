@@ -45,9 +45,6 @@ class CacheDiTConfig(CacheDiTSettings):
 
     num_inference_steps: int | None = setting(None, ge=1, doc="number of steps if there is no scheduler")
     warmup_interval: int = setting(1, ge=1, doc="of the first steps, always compute every n-th only")
-    max_accumulated_residual_diff_threshold: float | None = setting(
-        None, gt=0, doc="hold no more once the differences of all steps add up to this"
-    )
     calibrator: str | None = setting(
         None, choices=(None, "taylorseer", "dmd", "foca"), doc="what extrapolates the held residual"
     )
@@ -56,7 +53,7 @@ class CacheDiTConfig(CacheDiTSettings):
     dmd_ridge: float = setting(1e-8, ge=0, doc="regularization of DMD")
     dmd_svd_precision: str = setting("medium", choices=("low", "medium", "high"), doc="precision of DMD's SVD")
     secondary: tuple[tuple[str, bool | int | float | str | None], ...] | None = setting(
-        None, doc="settings of transformer_2 that differ: an object of other settings of this method"
+        None, doc="settings of transformer_2 that differ, by name"
     )
 
     def __post_init__(self) -> None:
@@ -81,7 +78,6 @@ class CacheDiTConfig(CacheDiTSettings):
             Fn_compute_blocks=self.Fn_compute_blocks,
             Bn_compute_blocks=self.Bn_compute_blocks,
             residual_diff_threshold=self.residual_diff_threshold,
-            max_accumulated_residual_diff_threshold=self.max_accumulated_residual_diff_threshold,
             max_warmup_steps=self.max_warmup_steps,
             warmup_interval=self.warmup_interval,
             max_cached_steps=self.max_cached_steps,
