@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +60,9 @@ def test_a_request_is_one_json_object_without_its_prompt(logging_server: Server)
 def test_flags_reach_the_connections_and_the_middleware(logging_server: Server) -> None:
     assert logging_server.http.get("/health", headers={"host": "images.example"}).status_code == 200
     assert logging_server.http.get("/health", headers={"host": "evil.example"}).status_code == 403
+    host, port = logging_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as silent:
+        assert silent.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_prompts_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:

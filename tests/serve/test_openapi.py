@@ -37,6 +37,7 @@ OPERATIONS = [
     ("GET", "/v1/models/{model}", RIGHT),
     ("POST", "/v1/images/compare", RIGHT),
     ("POST", "/v1/images/compare", WRONG),
+    ("POST", "/v1/images/edits", RIGHT),
     ("POST", "/v1/images/generations", RIGHT),
     ("POST", "/v1/images/generations", WRONG),
 ]

@@ -32,6 +32,7 @@ EXAMPLE, PAGE = ROOT / "examples" / "ray.yaml", ROOT / "docs" / "scale.md"
             "MagCacheConfig has no setting 'mag_treshold'. Did you mean 'mag_threshold'?",
         ),
         ({"cache_config": "{"}, "cache_config is not JSON: "),
+        ({"header_timeout": 3.0}, "header_timeout is not for Ray, whose own proxy accepts the connections."),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(args: dict[str, Any], said: str) -> None:
