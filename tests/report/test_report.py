@@ -245,7 +245,7 @@ class TestParts:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
-        points = [Point(f"plan {k}", "plan", "method", 2 + k % 5 / 40, 30 + k / 20, 29) for k in range(40)]
+        points = [Point(f"plan {k}", "plan", "method", 2 + k % 15, 30 + k // 15, 29) for k in range(240)]
         figure = Figure(figsize=(4.3, 4.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
