@@ -24,6 +24,7 @@ from holdover.cli import app, options
 from holdover.compare import Results
 from holdover.errors import ConfigError
 from holdover.loading import ModelSettings, choose_device, image_size, load_pipeline
+from holdover.plan.generation import fingerprint
 from holdover.profiles import Profile
 from holdover.serve.model import load_model
 from holdover.serve.settings import Settings
@@ -132,6 +133,14 @@ def test_blocks_are_compiled_where_the_class_knows_them() -> None:
     assert transformer._compiled_call_impl is None
     plain = load_pipeline(ModelSettings()).transformer
     assert all(block._compiled_call_impl is None for block in plain.transformer_blocks)
+
+
+def test_quantized_weights_are_recognized_as_other_weights() -> None:
+    pytest.importorskip("torchao")
+    plain, quantized = (load_pipeline(ModelSettings(quantize=kind)).transformer for kind in ("none", "int8"))
+    weight = quantized.transformer_blocks[0].attn.to_q.weight
+    assert "dequantize" in vars(type(weight.data))
+    assert fingerprint(quantized) != fingerprint(plain)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, Row, compare
 from holdover.report import view, write_report
-from holdover.report.plots import Point, assign_colors, find_frontier
+from holdover.report.plots import Point, _label_points, _spread, assign_colors, find_frontier
 from holdover.selector import config_class
 from tiny.prompted import prompted_flux
 
@@ -133,14 +133,28 @@ def test_a_report_without_images_or_rows(results: Results, tmp_path: Path) -> No
     assert "No method has been measured." in write_report(replace(bare, rows=()), tmp_path).read_text("utf-8")
 
 
+def dump_document(page: Path, profile: Path, *more: str) -> str:
+    """The document that Chromium leaves behind; skips the test where there is none."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", *more]
+    done = subprocess.run(
+        [chromium, *flags, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class TestBrowser:
     """In Chromium itself: what the script does, seen in the document it leaves behind."""
 
     @pytest.fixture(scope="class")
     def document(self, html: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-        chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        if chromium is None:
-            pytest.skip("no Chromium here")
         acts = """<script>
         document.querySelector("input[value=differences]").click();
         document.querySelector("button.tile").click();
@@ -153,17 +167,7 @@ class TestBrowser:
         </script></body>"""
         page = folder / "acted.html"
         page.write_text(html.replace("</body>", acts), "utf-8")
-        profile = tmp_path_factory.mktemp("profile")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-        done = subprocess.run(
-            [chromium, *flags, f"--user-data-dir={profile}", "--window-size=390,844", "--dump-dom", page.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return dump_document(page, tmp_path_factory.mktemp("profile"), "--window-size=390,844")
 
     def test_the_switch_and_a_pressed_image_show_differences(self, document: str) -> None:
         (section,) = [a for a in Elements(document).all("section") if a["id"] == "images"]
@@ -188,7 +192,79 @@ class TestBrowser:
         assert body["data-wide"] == "false"
 
 
+SERIES = ("plan", "mag_cache", "tea_cache", "ours")
+
+
+@pytest.fixture(scope="module")
+def many(results: Results) -> Results:
+    """Forty rows: ten settings of each of four series, at different speeds."""
+    row = results.row("mag <b>")
+    rows = []
+    for series in SERIES:
+        for number in range(10):
+            candidate = row.candidate | {"series": series, "label": f"{series} {number}"}
+            rows.append(replace(row, candidate=candidate, seconds=tuple(s * (1 + number) for s in row.seconds)))
+    return replace(results, rows=(*rows, results.row("peer")))
+
+
+class TestManyRows:
+    def test_one_row_of_each_series_is_shown_and_the_others_are_folded(self, many: Results, folder: Path) -> None:
+        groups = view.build_page(many, folder, None)["groups"]
+        assert [group["name"] for group in groups] == [*SERIES, "peer"]
+        for group in groups[:-1]:
+            labels = [row["label"] for row in (group["shown"], *group["more"])]
+            assert sorted(labels) == [f"{group['name']} {number}" for number in range(10)]
+            assert labels[0].endswith((" 4", " 5"))  # next to the median
+        assert groups[-1]["more"] == []
+        assert groups[-1]["shown"]["error"]  # what failed is not hidden
+
+    def test_few_rows_are_not_folded(self, results: Results, folder: Path) -> None:
+        groups = view.build_page(results, folder, None)["groups"]
+        assert [group["shown"]["label"] for group in groups] == [row.label for row in results.rows]
+        assert all(group["more"] == [] for group in groups)
+
+    def test_the_page_is_not_long_and_the_table_unfolds(
+        self, many: Results, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        acts = """<script>
+        const shown = () => [...document.querySelectorAll("#table tbody tr")].filter(row => row.offsetHeight).length;
+        document.body.dataset.height = document.documentElement.scrollHeight;
+        document.body.dataset.shown = shown();
+        unfold.click();
+        document.body.dataset.all = shown();
+        </script></body>"""
+        page = write_report(many, folder, "many.html")
+        page.write_text(page.read_text("utf-8").replace("</body>", acts), "utf-8")
+        (body,) = Elements(dump_document(page, tmp_path_factory.mktemp("profile"))).all("body")
+        assert int(body["data-height"] or 0) < 6000
+        assert (body["data-shown"], body["data-all"]) == ("14", "42")
+
+
 class TestParts:
+    def test_labels_keep_apart_and_off_the_axes(self) -> None:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        places = [(2 + k, 30 + k) for k in range(10)]  # with room, and a crowd without
+        places += [(9 + k % 8 / 20, 31 + k // 8 / 20) for k in range(64)]
+        points = [Point(f"plan {k}", "plan", "method", x, y, y) for k, (x, y) in enumerate(places)]
+        figure = Figure(figsize=(4.3, 4.8), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.plot([p.speed for p in points], [p.mean for p in points], "o")
+        _label_points(figure, axes, points, {"plan": "#000000"})
+        boxes, inside = [text.get_window_extent() for text in axes.texts], axes.get_window_extent()
+        assert 10 <= len(boxes) < len(points)
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert all(inside.x0 <= b.x0 and b.x1 <= inside.x1 and inside.y0 <= b.y0 and b.y1 <= inside.y1 for b in boxes)
+        assert axes.texts[0].get_text().isdigit()  # without the name of the series, which the color shows
+
+    def test_names_of_curves_are_spread_between_the_limits(self) -> None:
+        assert _spread([1.0, 5.0, 9.0], 1.0, 0.0, 10.0) == [1.0, 5.0, 9.0]
+        spread = _spread([9.0, 9.1, 9.2, 9.9], 1.0, 0.0, 10.0)
+        assert spread == [7.0, 8.0, 9.0, 10.0]
+        assert _spread([-3.0, 0.2], 1.0, 0.0, 10.0) == [0.0, 1.0]
+
     def test_formats(self) -> None:
         assert [view.format_seconds(value) for value in (0.0123, 0.41, 5.678, 12.34, 123.4)] == [
             "12.3 ms",

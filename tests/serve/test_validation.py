@@ -136,3 +136,10 @@ def test_no_request_can_name_a_file(method: str) -> None:
     names = [setting.name for setting in info.settings]
     assert list(settings_schema(method, 100)) == names
     assert not [name for name in names if "path" in name or "profile" in name or "calibrate" in name]
+
+
+def test_the_negative_prompt_of_the_server_is_used_where_a_request_has_none() -> None:
+    settings = Settings(negative_prompt="blue")
+    for request, wanted in (({}, "blue"), ({"negative_prompt": "red"}, "red")):
+        (found,) = validate(ImageRequest(prompt="x", **request), FLUX, settings, NONE)
+        assert found.negative_prompt == wanted

@@ -204,8 +204,8 @@ class Engine:
             return
         self._warned_of_few_steps = True
         warnings.warn(
-            f"With {steps} steps there is little to hold: below {method.least_steps} steps {method.name} costs more "
-            "quality than it saves time. Run models that are distilled to a few steps without a cache.",
+            f"With {steps} steps there is little to hold: below {method.least_steps} steps {method.name} gains nothing "
+            "over fewer steps without a cache. Run models that are distilled to a few steps without one.",
             HoldoverWarning,
             stacklevel=5,
         )

@@ -49,7 +49,10 @@ def fingerprint(transformer: nn.Module) -> str:
             continue
         hashed.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)};".encode())
         if not parameter.is_meta and parameter.numel():
-            flat = gather_tensor(parameter.detach()).flatten()
+            values = gather_tensor(parameter.detach())
+            if "dequantize" in vars(type(values)):  # a tensor subclass of torchao has no views
+                values = values.dequantize()
+            flat = values.flatten()
             positions = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
             # rounded to bfloat16, so that a change of precision does not matter
             samples.append(flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float())
