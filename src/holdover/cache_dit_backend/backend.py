@@ -185,10 +185,10 @@ class CacheDiTBackend(EngineBackend[CacheDiTConfig]):
         """Remove the cache; the pipeline may be named, but need not be."""
         if pipeline is not None:
             self._check_target(pipeline)
-        super().disable()
         with contextlib.suppress(EnableError):  # `cache_dit.disable_cache` may have removed some of them
             self._marks.restore()
         self._marks = Overrides()
+        super().disable()
         self._adapter.adapted.clear()  # it holds the blocks
 
     def make_method(self, settings: CacheDiTConfig) -> CacheDiTMethod:

@@ -64,12 +64,17 @@ class ThreadContext(threading.local):
 class PlainState:
     """The `__getstate__` of an instance with overrides: whoever copies or pickles the instance gets a plain one."""
 
-    def __init__(self, instance: Any, overrides: Overrides) -> None:
-        self._instance, self.overrides = instance, overrides
+    def __init__(self, instance: Any, overrides: Overrides, outer: PlainState | None = None) -> None:
+        self._instance, self.overrides, self._outer = instance, overrides, outer
+
+    def overrides_name(self, name: str) -> bool:
+        """Whether an attribute of the instance is overridden."""
+        is_ours = any(owner is self._instance and name == own for owner, own, *_ in self.overrides.entries)
+        return is_ours or (self._outer is not None and self._outer.overrides_name(name))
 
     def __call__(self) -> Any:
         plain_class: Any = type(self._instance)
-        state = plain_class.__getstate__(self._instance)
+        state = plain_class.__getstate__(self._instance) if self._outer is None else self._outer()
         return self.overrides.remove_from(state, self._instance) if isinstance(state, dict) else state
 
 
@@ -77,7 +82,7 @@ class Overrides:
     """Attributes set on instances, restored together: all or nothing."""
 
     def __init__(self) -> None:
-        self._set: list[tuple[Any, str, Any, Any]] = []  # instance, name, previous value, ours
+        self.entries: list[tuple[Any, str, Any, Any]] = []  # instance, name, previous value, ours
 
     def add(self, instance: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Override methods of one instance."""
@@ -87,37 +92,38 @@ class Overrides:
     def set(self, instance: Any, name: str, value: Any) -> None:
         """Set one attribute of an instance; what it had is kept."""
         state = vars(instance).get("__getstate__")
-        if not isinstance(state, PlainState):
-            self._replace(instance, "__getstate__", PlainState(instance, self))
-        elif state.overrides is not self:
-            raise EnableError(
-                f"There already is a holdover cache here (on a {type(instance).__name__}): disable() it first."
-            )
+        outer = state if isinstance(state, PlainState) else None
+        if outer is None or outer.overrides is not self:
+            if outer is not None and outer.overrides_name(name):
+                raise EnableError(
+                    f"There already is a holdover cache here (on a {type(instance).__name__}): disable() it first."
+                )
+            self._replace(instance, "__getstate__", PlainState(instance, self, outer))
         self._replace(instance, name, value)
 
     def _replace(self, instance: Any, name: str, value: Any) -> None:
-        self._set.append((instance, name, vars(instance).get(name, _MISSING), value))
+        self.entries.append((instance, name, vars(instance).get(name, _MISSING), value))
         vars(instance)[name] = value
 
     def remove_from(self, state: dict[str, Any], instance: Any) -> dict[str, Any]:
         """A copy of an instance's attributes as they are without the overrides."""
         plain = dict(state)
-        for owner, name, previous, ours in reversed(self._set):
+        for owner, name, previous, ours in reversed(self.entries):
             if owner is instance and plain.get(name) is ours:
                 plain[name] = previous
         return {name: value for name, value in plain.items() if value is not _MISSING}
 
     def renew(self, instance: Any, name: str) -> None:
         """Set ours again over a value that was set meanwhile; that value is what is restored in the end."""
-        index = next(i for i, entry in enumerate(self._set) if entry[0] is instance and entry[1] == name)
-        ours = self._set[index][3]
-        self._set[index] = (instance, name, vars(instance)[name], ours)
+        index = next(i for i, entry in enumerate(self.entries) if entry[0] is instance and entry[1] == name)
+        ours = self.entries[index][3]
+        self.entries[index] = (instance, name, vars(instance)[name], ours)
         vars(instance)[name] = ours
 
     def restore(self) -> None:
         """Restore all instances, newest first; one that cannot be restored does not keep the others."""
         failed = []
-        for entry in reversed(self._set):
+        for entry in reversed(self.entries):
             owner, name, previous, ours = entry
             if vars(owner).get(name) is not ours:
                 failed.append(entry)
@@ -125,7 +131,7 @@ class Overrides:
                 del vars(owner)[name]
             else:
                 vars(owner)[name] = previous
-        self._set = failed[::-1]
+        self.entries = failed[::-1]
         if failed:
             owner, name, _, _ = failed[0]
             raise EnableError(
