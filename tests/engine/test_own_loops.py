@@ -84,6 +84,25 @@ def test_several_forwards_of_one_name_at_a_step_are_branches_of_their_own(flux):
     assert {generation.trace(branch) for branch in generation.branches} == {"Ch" * (STEPS // 2)}
 
 
+def test_a_loop_after_repeated_forwards_is_a_generation_of_its_own(flux):
+    """Forwards repeated at one step of a scheduler do not count as the first step of what runs without it."""
+    pipe, inputs = flux
+
+    def again(pipe, step, timestep, kwargs):
+        if step == 0:
+            with pipe.transformer.cache_context("extra"):
+                for _ in range(2):
+                    pipe.transformer(**{**inputs, "timestep": torch.full((1,), 0.9)})
+        return {}
+
+    with holdover.enable(pipe, "mag_cache", **METHODS["mag_cache"]) as cache:
+        run(pipe, **TINY.call(steps=STEPS), callback_on_step_end=again)
+        with torch.no_grad():
+            pipe.transformer(**{**inputs, "timestep": torch.full((1,), 0.5)})
+        assert cache.stats().count == 2
+        assert [record.step for record in cache.stats().last.forwards] == [0]
+
+
 def test_only_so_many_branches_are_kept(flux):
     pipe, inputs = flux
     with holdover.enable(pipe, "mag_cache", **METHODS["mag_cache"]) as cache:

@@ -120,7 +120,7 @@ class BranchInputs:
     An input that was the same tensor at two steps is constant: prompt embeddings, masks, positions. A constant input
     that is replaced or written to begins something new, whatever its values are. Inputs that are new at every step
     (latents, ControlNet residuals) say nothing; only where they are the conditioning are their values compared. Where
-    all inputs are new, the timestep must have moved: it has not where a generation of one step is followed by another.
+    all inputs are new, the timestep must have moved: it has not where a generation is stopped after its first step.
     """
 
     def __init__(self) -> None:
@@ -137,11 +137,13 @@ class BranchInputs:
         tensors: Sequence[torch.Tensor],
         latents: Any,
         timestep: Any,
+        must_move: bool,
         get_conditioning: Callable[[], Sequence[torch.Tensor]] | None,
     ) -> Decision | None:
         """Remember the inputs of this step; why they do not continue those of the last one, if they do not.
 
-        `get_conditioning` is None where the conditioning itself identifies the branch.
+        The timestep `must_move` from step to step where a scheduler tells the step. `get_conditioning` is None where
+        the conditioning itself identifies the branch.
         """
         other = self._signature is not None and self._signature != signature
         self._signature = signature
@@ -159,7 +161,8 @@ class BranchInputs:
                 changed |= bool(before) and before[index][2]
                 self._seen.append((weakref.ref(tensor), version, False))
         last, self._timestep = self._timestep, timestep
-        if before and new == len(tensors) and isinstance(timestep, torch.Tensor) and last is not timestep:
+        all_new = bool(before) and new == len(tensors)
+        if must_move and all_new and isinstance(timestep, torch.Tensor) and last is not timestep:
             changed = changed or (timestep.shape == last.shape and torch.equal(timestep, last))
         if new and get_conditioning is not None:
             kept, conditioning = self._conditioning, get_conditioning()

@@ -126,7 +126,7 @@ class SchedulerClock:
     def start(self) -> None:
         """The scheduler's timesteps were set: a generation starts."""
         self._first = self._next = self._grid = None
-        self.running = True
+        self.running, self.stepped = True, False
         self._on_start()
 
     def advance(self, arguments: dict[str, Any], result: Any) -> None:

@@ -153,9 +153,10 @@ class Engine:
                 state = generation.states.get((transformer, branch)) or generation.add_branch(transformer, branch)
                 self.branch_state = state
                 latents = arguments.get(transformer.inputs.latents_name)
-                named = transformer.context.hint.name is not None
-                conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if named else None
-                change = state.inputs.compare(signature, tensors, latents, timestep, conditioning)
+                hint = transformer.context.hint
+                must_move = self._clock.running and hint.step_index is None
+                conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if hint.name else None
+                change = state.inputs.compare(signature, tensors, latents, timestep, must_move, conditioning)
                 if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
                     change = change or OTHER_CONDITIONING  # ranks that share the weights compute together
                 if change is not None:
@@ -247,7 +248,10 @@ class Engine:
         self._timestep_clock.continue_from(step)
         self._timestep_clock.step(hint, before)
         moved = self._timestep_clock.step(hint, timestep)
-        self._clock.running = moved == step
+        if moved == step:
+            self._timestep_clock.reset()
+        else:
+            self._clock.running = False
         return moved
 
     def _steps_from(self, transformer: CachedTransformer, step: int) -> Grid:
