@@ -35,7 +35,9 @@ from holdover.magcache.strategy import (
 from holdover.selector import get_cache_backend
 from holdover.serve import Settings, launch
 from holdover.serve.model import load_model
+from holdover.serve.schemas import ImageRequest
 from holdover.serve.settings import RaySettings
+from holdover.serve.validation import ModelInfo, validate
 from tiny.pipelines import PIPELINES, run
 from tiny.prompted import prompted_flux
 
@@ -572,3 +574,21 @@ def test_serve_tensor_parallel_size() -> None:
         load_model(Settings(tensor_parallel_size=4096))
     with pytest.raises(ConfigError, match="each replica has a GPU of its own"):
         RaySettings(tensor_parallel_size=2)
+
+
+def test_request_of_the_guide() -> None:
+    """The body of the guide's `curl`, on a server of FLUX with its cache as default."""
+    body = {
+        "prompt": "a dragon laying over the spine of the Green Mountains of Vermont",
+        "size": "1024x1024",
+        "num_inference_steps": 50,
+        "cfg_scale": 4.0,
+        "guidance_scale": 4.0,
+        "seed": 42,
+    }
+    parameters = frozenset({"guidance_scale", "true_cfg_scale"})
+    model = ModelInfo("flux", "FluxPipeline", FLUX, parameters, 28, (512, 512), 16, False, True)
+    cache = MagCacheConfig(mag_threshold=0.24, mag_max_skip_steps=5, mag_retention_ratio=0.1)
+    (image,) = validate(ImageRequest.model_validate(body), model, Settings(), cache)
+    assert (image.size, image.steps, image.seed, image.cache) == ((1024, 1024), 50, 42, cache)
+    assert dict(image.guidance) == {"guidance_scale": 4.0, "true_cfg_scale": 4.0}
