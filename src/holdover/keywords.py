@@ -97,8 +97,6 @@ class CacheDiTKeywords(TypedDict, total=False):
     """Number of steps if there is no scheduler (at least 1; default None)."""
     warmup_interval: int
     """Of the first steps, always compute every n-th only (at least 1; default 1)."""
-    max_accumulated_residual_diff_threshold: float | None
-    """Hold no more once the differences of all steps add up to this (more than 0; default None)."""
     calibrator: Literal[None, "taylorseer", "dmd", "foca"]
     """What extrapolates the held residual (one of None, 'taylorseer', 'dmd', 'foca'; default None)."""
     dmd_history: int
@@ -110,7 +108,7 @@ class CacheDiTKeywords(TypedDict, total=False):
     dmd_svd_precision: Literal["low", "medium", "high"]
     """Precision of DMD's SVD (one of 'low', 'medium', 'high'; default 'medium')."""
     secondary: Mapping[str, bool | int | float | str | None] | None
-    """Settings of transformer_2 that differ: an object of other settings of this method (default None)."""
+    """Settings of transformer_2 that differ, by name (default None)."""
 
 
 class PlanKeywords(TypedDict, total=False):
@@ -403,11 +401,6 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "at least 1",
                 "of the first steps, always compute every n-th only",
             ),
-            "max_accumulated_residual_diff_threshold": (
-                "None",
-                "more than 0",
-                "hold no more once the differences of all steps add up to this",
-            ),
             "calibrator": (
                 "None",
                 "one of None, 'taylorseer', 'dmd', 'foca'",
@@ -436,7 +429,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "secondary": (
                 "None",
                 "",
-                "settings of transformer_2 that differ: an object of other settings of this method",
+                "settings of transformer_2 that differ, by name",
             ),
         },
     ),
