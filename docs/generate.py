@@ -423,8 +423,7 @@ def short_models() -> str:
         if tea or mag:
             rows.append((family.name, _count(tea, "calibrate"), _count(mag, "calibrate")))
             others -= set(family.classes)
-    rows.append((f"{len(others)} more diffusers classes", "calibrate", "calibrate"))
-    rows.append(("your own transformer", "calibrate", "calibrate"))
+    rows.append((f"{len(others)} more diffusers classes, and your own", "calibrate", "calibrate"))
     return table(("model family", "`tea_cache`", "`mag_cache`"), rows)
 
 
