@@ -153,7 +153,7 @@ def test_what_is_no_config_of_the_method_is_refused(config: Any) -> None:
 
 def test_methods_that_need_no_constants_are_named_where_constants_are_missing() -> None:
     named = WITHOUT_CONSTANTS.partition(" need ")[0].replace(" and ", ", ").split(", ")
-    assert {"easy_cache", "sea_cache", "spectrum", "first_block", "plan"} == set(named) <= set(methods())
+    assert {"easy_cache", "sea_cache", "spectrum", "first_block", "taylor_seer"} == set(named) <= set(methods())
     assert not any(config_class(name).constants for name in named)
     model = MODELS["PixArtTransformer2DModel"].build()
     for name in ("tea_cache", "mag_cache"):

@@ -55,7 +55,7 @@ class HoldoverWarning(UserWarning):
 
 
 # For errors of methods whose constants are missing.
-WITHOUT_CONSTANTS = "easy_cache, sea_cache, spectrum, first_block and plan need no constants."
+WITHOUT_CONSTANTS = "easy_cache, sea_cache, spectrum, first_block and taylor_seer need no constants."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

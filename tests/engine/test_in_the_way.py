@@ -20,11 +20,13 @@ import holdover
 from holdover.engine.backend import find_cache
 from tiny.pipelines import PIPELINES, run
 
+pytestmark = pytest.mark.filterwarnings("ignore:This plan was not measured")
+
 STEPS = 6
 ZERO = {
     "mag_cache": {"mag_threshold": 0.0, "mag_ratios": [1.0]},
     "tea_cache": {"rel_l1_thresh": 0.0, "coefficients": [1.0, 0.0]},
-    "plan": {"budget": "1x"},
+    "plan": {"budget": "1x", "profile": "none"},
     "none": {},
 }
 HOLDING = {"mag_ratios": [1.0], "mag_threshold": 1.0, "mag_retention_ratio": 0.0, "mag_max_skip_steps": 1}

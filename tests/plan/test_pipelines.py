@@ -51,7 +51,7 @@ def built(request):
 
 def test_every_step_computed_is_bit_identical(built):
     tiny, pipe, plain = built
-    with holdover.enable(pipe, "plan", schedule=range(STEPS)) as cache:
+    with holdover.enable(pipe, "plan", schedule=tuple(range(STEPS))) as cache:
         assert torch.equal(run(pipe, **tiny.call(steps=STEPS)), plain)
         assert cache.stats().held == 0
         assert cache.stats().computed > 0

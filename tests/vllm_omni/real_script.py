@@ -39,7 +39,7 @@ NOTHING = {
     "holdover_cache_dit": {"residual_diff_threshold": 0.0},
 }
 HOLDING = {
-    "holdover_plan": {"budget": 4},
+    "holdover_plan": {"budget": 4, "profile": "none"},
     "holdover_tea_cache": {"rel_l1_thresh": 0.6, "coefficients": [1.0, 0.0]},
     "holdover_mag_cache": MAG | {"mag_threshold": 0.5},
     "holdover_cache_dit": {"residual_diff_threshold": 5.0, "max_warmup_steps": 2},

@@ -14,11 +14,13 @@ import holdover
 from holdover.errors import UnsupportedModelError
 from tiny.pipelines import run
 
+pytestmark = pytest.mark.filterwarnings("ignore:This plan was not measured")
+
 STEPS = 12
 RATIOS = [1.01] * STEPS
 MAG = {"mag_ratios": RATIOS, "mag_threshold": 0.5, "mag_max_skip_steps": 2}
 HOLDING = {
-    "holdover_plan": {"budget": 5},
+    "holdover_plan": {"budget": 5, "profile": "none"},
     "holdover_tea_cache": {"rel_l1_thresh": 0.6, "coefficients": [1.0, 0.0]},
     "holdover_mag_cache": MAG,
     "holdover_cache_dit": {"residual_diff_threshold": 5.0, "max_warmup_steps": 2},
@@ -70,7 +72,10 @@ def test_with_steps_held_the_image_is_that_of_holdover_alone(omni, name, backend
 @pytest.mark.parametrize("announce", [True, False])
 @pytest.mark.parametrize("backend", ["holdover_plan", "holdover_mag_cache"])
 def test_requests_of_different_step_counts_are_each_generated_as_if_alone(omni, backend, announce):
-    counts, config = (8, 12, 1, 8), {"holdover_plan": {"budget": "2x"}, "holdover_mag_cache": MAG}[backend]
+    counts, config = (
+        (8, 12, 1, 8),
+        {"holdover_plan": {"budget": "2x", "profile": "none"}, "holdover_mag_cache": MAG}[backend],
+    )
     requests = [omni.request(n if announce else None, steps=n, seed=i) for i, n in enumerate(counts)]
     images, cache = generate(omni, DiffusersInside("FluxPipeline"), backend, config, *requests)
     assert [g.steps for g in cache.stats().generations] == list(counts)
@@ -100,7 +105,7 @@ def test_requests_of_a_loop_without_a_scheduler_do_not_run_into_each_other(omni)
 
 def test_a_request_may_bring_settings_or_want_no_cache(omni):
     asked = {"budget": 3}, "off", None, {"budget": None, "schedule": list(range(STEPS))}
-    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6})
+    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6, "profile": "none"})
     computed = []
     for wish in asked:
         extra = {} if wish is None else {"holdover": wish}
@@ -112,13 +117,13 @@ def test_a_request_may_bring_settings_or_want_no_cache(omni):
 
 
 def test_requests_generated_together_that_want_different_settings_hold_nothing(omni):
-    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6})
+    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6, "profile": "none"})
     runner.execute_model(omni.request(STEPS, {"holdover": {"budget": 3}}, steps=STEPS), omni.request(STEPS))
     assert runner.cache_backend.stats().last.held_total == 0
 
 
 def test_an_unknown_setting_of_a_request_fails_that_request_alone(omni):
-    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6})
+    runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"budget": 6, "profile": "none"})
     with pytest.raises(holdover.ConfigError, match="Did you mean 'budget'"):
         runner.execute_model(omni.request(STEPS, {"holdover": {"buget": 3}}, steps=STEPS))
     runner.execute_model(omni.request(STEPS, steps=STEPS))
@@ -189,7 +194,7 @@ def test_disable_gives_back_the_pipeline_as_it_was(omni, own):
 
 def test_a_worker_says_what_it_held(omni, caplog):
     with caplog.at_level(logging.INFO, "holdover.vllm_omni"):
-        runner = omni.runner(Loop(), "holdover_plan", {"budget": 3})
+        runner = omni.runner(Loop(), "holdover_plan", {"budget": 3, "profile": "none"})
         runner.execute_model(omni.request(8))
     said = [record.getMessage() for record in caplog.records]
     assert said == [
@@ -248,6 +253,6 @@ def test_a_pipeline_without_transformers_is_refused(omni):
 
 
 def test_a_cache_is_refreshed_only_for_its_own_pipeline(omni):
-    backend = omni.runner(Loop(), "holdover_plan", {}).cache_backend
+    backend = omni.runner(Loop(), "holdover_plan", {"profile": "none"}).cache_backend
     with pytest.raises(holdover.NotEnabledError, match="not on that Loop"):
         backend.refresh(Loop(), 5)

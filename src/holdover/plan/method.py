@@ -200,7 +200,7 @@ class PlanMethod(Method[PlanConfig]):
                 f"This plan was not measured on this {transformer.class_name}: compare its images with uncached ones, "
                 "or measure a profile with holdover.calibrate.",
                 HoldoverWarning,
-                stacklevel=7,  # the caller of holdover.enable
+                stacklevel=8,  # the caller of holdover.enable
             )
 
     def on_start(self) -> None:
