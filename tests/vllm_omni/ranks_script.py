@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "mag_max_skip_steps": 3,
     },
     "holdover_tea_cache": {"rel_l1_thresh": 0.5, "coefficients": [1.0, 0.0], "signal": "input"},
-    "holdover_plan": {"budget": 4},
+    "holdover_plan": {"budget": 4, "profile": "none"},
 }
 
 
