@@ -287,9 +287,11 @@ def _request_settings(method: str) -> list[tuple[SettingInfo, Any]]:
     for setting in config.settings():
         if not _is_server_setting(setting.name):
             hint, allowed = hints[setting.name], setting.metadata.get("allowed", {})
+            # a setting that may be null, but by default is not, is entered as what it is by default
+            kind = hint if setting.default is None else type(setting.default)
             info = SettingInfo(
                 name=setting.name,
-                kind=_KINDS[hint][0] if hint in _KINDS else "other",
+                kind=_KINDS[kind][0] if kind in _KINDS else "other",
                 default=setting.default,
                 minimum=allowed.get("ge"),
                 maximum=allowed.get("le"),
