@@ -65,7 +65,8 @@ class ObservedScheduler:
 
             methods["step"] = step
         set_timesteps.__dict__["observed_scheduler"] = self
-        self._overrides.add(scheduler, methods)
+        for name, method in methods.items():
+            self._overrides.set(scheduler, name, method)
 
     @classmethod
     def observe(cls, scheduler: Any, clock: SchedulerClock) -> ObservedScheduler:

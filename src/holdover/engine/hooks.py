@@ -16,7 +16,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks.hooks import StateManager
 from torch import nn
 
-from .install import NO_HINT, ContextHint
+from .install import NO_HINT, ContextHint, iter_registries
 
 try:
     from diffusers.hooks.hooks import CacheContext as HookContext
@@ -122,23 +122,20 @@ def register_hook(module: nn.Module, hook: CacheHook[Any], name: str) -> None:
 
 def forget_child_registries(transformer: nn.Module) -> None:
     """Let `cache_context` look for hooks again: diffusers remembers which modules have some."""
-    for module in transformer.modules():
-        registry = vars(module).get("_diffusers_hook")
-        if registry is not None:
-            registry._child_registries_cache = None
+    for _, registry in iter_registries(transformer):
+        registry._child_registries_cache = None
 
 
 def has_hooks(transformer: nn.Module) -> bool:
     """Whether documented hooks of a cache are registered on a transformer or its blocks."""
-    registries = (vars(module).get("_diffusers_hook") for module in transformer.modules())
-    return any(isinstance(hook, CacheHook) for r in registries if r is not None for hook in r.hooks.values())
+    registries = (registry for _, registry in iter_registries(transformer))
+    return any(isinstance(hook, CacheHook) for registry in registries for hook in registry.hooks.values())
 
 
 def remove_hooks(transformer: nn.Module) -> None:
     """Remove the documented hooks from a transformer and its blocks; modules without other hooks are what they were."""
-    for module in transformer.modules():
-        registry: Any = vars(module).get("_diffusers_hook")
-        ours = [] if registry is None else [n for n, hook in registry.hooks.items() if isinstance(hook, CacheHook)]
+    for module, registry in iter_registries(transformer):
+        ours = [name for name, hook in registry.hooks.items() if isinstance(hook, CacheHook)]
         for name in ours:
             registry.remove_hook(name, recurse=False)
         if ours and not registry.hooks:

@@ -62,7 +62,7 @@ class ThreadContext(threading.local):
 
 
 class PlainState:
-    """The `__getstate__` of an instance with overrides: whoever copies or pickles the instance gets a plain one."""
+    """The `__getstate__` of an instance with overrides: a copy or pickle of it is a plain instance."""
 
     def __init__(self, instance: Any, overrides: Overrides, outer: PlainState | None = None) -> None:
         self._instance, self.overrides, self._outer = instance, overrides, outer
@@ -83,11 +83,6 @@ class Overrides:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, str, Any, Any]] = []  # instance, name, previous value, ours
-
-    def add(self, instance: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Override methods of one instance."""
-        for name, method in methods.items():
-            self.set(instance, name, method)
 
     def set(self, instance: Any, name: str, value: Any) -> None:
         """Set one attribute of an instance; what it had is kept."""
@@ -151,11 +146,18 @@ def find_engine(module: nn.Module) -> Engine | None:
     return engine
 
 
-def refuse_other_caches(module: nn.Module) -> None:
-    """Raise where one of diffusers' own caches is on a transformer: its hooks that keep state all belong to caches."""
+def iter_registries(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield every part of a module that has diffusers' hooks, with the registry of its hooks."""
     for part in module.modules():
         registry = vars(part).get("_diffusers_hook")
-        for hook in () if registry is None else registry.hooks.values():
+        if registry is not None:
+            yield part, registry
+
+
+def refuse_other_caches(module: nn.Module) -> None:
+    """Raise where one of diffusers' own caches is on a transformer: its hooks that keep state all belong to caches."""
+    for _, registry in iter_registries(module):
+        for hook in registry.hooks.values():
             if hook._is_stateful and type(hook).__module__.startswith("diffusers."):
                 raise EnableError(
                     f"There is a cache of diffusers on this {type(module).__name__} ({type(hook).__name__}), and two "

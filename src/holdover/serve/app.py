@@ -160,7 +160,7 @@ async def _wait_for_all(request: Request, items: Sequence[QueueItem]) -> list[Ge
         for item in items:
             item.future.cancel()
         disconnect.cancel()
-        # Await what was cancelled: asyncio logs an exception that nobody has retrieved.
+        # Await what was cancelled: asyncio logs an exception that was never retrieved.
         await asyncio.gather(images, disconnect, return_exceptions=True)
 
 

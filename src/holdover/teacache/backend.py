@@ -172,8 +172,7 @@ class TeaCacheBackend(EngineBackend[TeaCacheConfig]):
         finally:
             found = [engine for engine in _find_engines(pipeline) if engine not in before]
             if len(found) == 1 and sys.exc_info()[0] is None:
-                self._engine, self.enabled = found[0], True
-                found[0].owner = self
+                self.take_over(found[0])
             else:
                 for engine in found:
                     engine.uninstall()
