@@ -38,23 +38,35 @@ def generate(
     seed: Annotated[int, Option(help="Seed of the first image; the next images have the next seeds.")] = 0,
     num: Annotated[int, Option(help="Number of images.")] = 1,
     guidance: Annotated[float | None, Option(help="Guidance scale; default: the model's own.")] = None,
-    out: Annotated[Path, Option(help="Folder for the images.")] = Path("images"),
+    frames: Annotated[int | None, Option(help="Number of frames of a video; default: the model's own.")] = None,
+    fps: Annotated[float, Option(help="Frames per second of a video file.")] = 16.0,
+    out: Annotated[Path, Option(help="Folder for the images, or a video file: clip.mp4, clip.gif.")] = Path("images"),
     compare: Annotated[bool, Option("--compare", help="Generate uncached too; print speed-up and PSNR.")] = False,
     *,
     model: ModelSettings,
 ) -> None:
-    """Generate images and save them as PNG, with their settings in the file."""
+    """Generate images and save them as PNG, or a video as MP4 or GIF, with their settings in the file."""
     from ..compare.spec import Comparison, MethodCandidate
     from ..selector import check_settings
 
-    check_range(1, num=num)
+    check_range(1, num=num, frames=frames)
+    check_range(1, 240, fps=fps)
+    is_video = out.suffix.lower() in (".mp4", ".gif")
+    if is_video and num > 1:
+        raise ConfigError(f"{out} is one video file: give a folder for --num {num}, or generate one.")
+    if is_video and out.exists():
+        raise ConfigError(f"{out} exists already; no file is replaced.")
+    if out.suffix.lower() == ".mp4":
+        require_packages("An MP4 file", "video", "av")
     given = parse_settings(settings or [])
     check_settings(cache, given)  # before torch is imported
-    check_writable(out)
+    folder = out.parent if is_video else out
+    check_writable(folder)
     prompt = expand_prompt(model.model, prompt)
     method, seeds = MethodCandidate(cache, tuple(given.items())), tuple(range(seed, seed + num))
+    arguments = model.arguments | ({} if frames is None else {"num_frames": frames})
     spec = Comparison(
-        (prompt,), (method,), seeds, steps, guidance, tuple(model.arguments.items()), warmup=2 if compare else 0
+        (prompt,), (method,), seeds, steps, guidance, tuple(arguments.items()), warmup=2 if compare else 0
     )
 
     from ..api import enable
@@ -62,11 +74,23 @@ def generate(
     from ..compare.runner import check_pipeline, generate_images, warm_up
     from ..loading import load_pipeline
     from ..metrics import as_images, each, psnr
+    from ..plan.calls import keywords_of
+    from ..video import write_video
 
     pipe = load_pipeline(model)
     check_pipeline(pipe, spec)
-    prepare_folder(out)
-    check_room(out, num * count_values(pipe, spec))
+    if is_video and "num_frames" not in keywords_of(pipe)[0]:
+        raise ConfigError(f"{type(pipe).__name__} generates images, not videos: give a folder as --out.")
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    multiple = next((int(value) for name in names if (value := getattr(pipe, name, None))), 1)
+    if frames is not None and (frames - 1) % multiple:
+        nearest = round((frames - 1) / multiple) * multiple + 1
+        raise ConfigError(
+            f"--frames must be a multiple of {multiple} plus 1 for {type(pipe).__name__}, such as {nearest}, "
+            f"not {frames}."
+        )
+    prepare_folder(folder)
+    check_room(folder, num * count_values(pipe, spec))
     if compare:
         pipe.set_progress_bar_config(desc="uncached", leave=False)
         warm_up(pipe, spec, steps)
@@ -78,6 +102,11 @@ def generate(
         generation = backend.stats().generations[-1]
     call = {"model": model.model, "prompt": prompt, "steps": steps, "guidance": guidance, "cache": cache}
     for number, image in zip(seeds, as_images(cached), strict=True):
+        if is_video:
+            written = {"seed": number, "settings": given, "frames": len(image), "fps": fps}
+            write_video(out, image, fps, json.dumps(model.changed | call | written))
+            print_line(out)
+            continue
         print_line(_write_image(image, out, model.changed | call | {"seed": number, "settings": given}))
     print_line(", ".join([cache, *(f"{key}={value}" for key, value in given.items())]) + ": C computed, h held")
     _print_steps(generation)
@@ -186,12 +215,13 @@ def run_and_report(
 
 
 def count_values(pipe: Any, spec: Comparison) -> int:
-    """The number of values of one image."""
+    """The number of values of one image or video."""
     from ..loading import image_size
 
     width, height = image_size(pipe)
     arguments = dict(spec.arguments)
-    return 3 * int(arguments.get("width", width)) * int(arguments.get("height", height))
+    frames = int(arguments.get("num_frames", 1))
+    return 3 * frames * int(arguments.get("width", width)) * int(arguments.get("height", height))
 
 
 def _terminal_progress(pipe: Any) -> ProgressCallback:
