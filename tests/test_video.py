@@ -68,6 +68,13 @@ def test_generate_writes_a_video(suffix: str, tmp_path: Path, monkeypatch: pytes
         assert json.loads(container.metadata["comment"])["cache"] == "easy_cache"
 
 
+def test_a_folder_gets_an_animated_png_of_that_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: prompted_wan())
+    run("--out", str(tmp_path), "--frames", "5", "--fps", "8")
+    with Image.open(next(tmp_path.glob("*.png"))) as image:
+        assert (image.n_frames, image.info["duration"]) == (5, 125)
+
+
 def test_errors_come_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "clip.mp4"
     assert "generates images, not videos" in run("--out", str(path), code=2)

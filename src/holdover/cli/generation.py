@@ -39,7 +39,7 @@ def generate(
     num: Annotated[int, Option(help="Number of images.")] = 1,
     guidance: Annotated[float | None, Option(help="Guidance scale; default: the model's own.")] = None,
     frames: Annotated[int | None, Option(help="Number of frames of a video; default: the model's own.")] = None,
-    fps: Annotated[float, Option(help="Frames per second of a video file.")] = 16.0,
+    fps: Annotated[float, Option(help="Frames per second of a video.")] = 16.0,
     out: Annotated[Path, Option(help="Folder for the images, or a video file: clip.mp4, clip.gif.")] = Path("images"),
     compare: Annotated[bool, Option("--compare", help="Generate uncached too; print speed-up and PSNR.")] = False,
     *,
@@ -102,12 +102,14 @@ def generate(
         generation = backend.stats().generations[-1]
     call = {"model": model.model, "prompt": prompt, "steps": steps, "guidance": guidance, "cache": cache}
     for number, image in zip(seeds, as_images(cached), strict=True):
+        written = model.changed | call | {"seed": number, "settings": given}
+        if image.ndim == 4:
+            written |= {"frames": len(image), "fps": fps}
         if is_video:
-            written = {"seed": number, "settings": given, "frames": len(image), "fps": fps}
-            write_video(out, image, fps, json.dumps(model.changed | call | written))
+            write_video(out, image, fps, json.dumps(written))
             print_line(out)
-            continue
-        print_line(_write_image(image, out, model.changed | call | {"seed": number, "settings": given}))
+        else:
+            print_line(_write_image(image, out, written))
     print_line(", ".join([cache, *(f"{key}={value}" for key, value in given.items())]) + ": C computed, h held")
     _print_steps(generation)
     print_line(f"{fmean(after):.2f} s per image")
@@ -132,7 +134,9 @@ def _write_image(image: torch.Tensor, folder: Path, settings: dict[str, Any]) ->
     names = (f"{stem}{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
     path = next(path for path in (folder / name for name in names) if not path.exists())
     first, *rest = [to_pil(frame) for frame in (image if image.ndim == 4 else image[None])]
-    video: dict[str, Any] = {"save_all": True, "append_images": rest, "duration": 1000 // 16} if rest else {}
+    video: dict[str, Any] = {}
+    if rest:
+        video = {"save_all": True, "append_images": rest, "duration": round(1000 / settings["fps"])}
     first.save(path, pnginfo=metadata, **video)
     return path
 
