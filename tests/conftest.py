@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -19,3 +20,9 @@ LONGEST = ("serve/ray", "parallel", "vllm_omni")  # they start processes of thei
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest tests first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: not any(f"tests/{folder}/" in item.path.as_posix() for folder in LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through the imported modules again and again, which takes longest."""
+    gc.collect()
+    gc.freeze()

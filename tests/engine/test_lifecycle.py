@@ -332,7 +332,6 @@ def no_collector():
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def live_tensors():

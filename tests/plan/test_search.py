@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -220,12 +219,11 @@ def test_a_generation_that_starts_late_plans_the_steps_that_run():
     assert set(found.model.fit_weights(computed)) == set(range(6, 20)) - set(computed)
 
 
-def test_all_budgets_of_50_steps_are_planned_in_a_second():
+def test_every_budget_of_50_steps_has_weights_for_every_held_step():
     found = search(50)
-    start = time.process_time()
+    assert list(found.frontier) == list(range(1, 51))
     for candidate in found.frontier.values():
-        found.model.fit_weights(candidate.computed)
-    assert time.process_time() - start < 1.0
+        assert set(found.model.fit_weights(candidate.computed)) == set(range(50)) - set(candidate.computed)
 
 
 def test_quality_in_decibels():
