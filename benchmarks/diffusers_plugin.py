@@ -5,6 +5,8 @@ that a test does with a pipeline (moving, saving, copying, `from_pipe`, offload,
 cache on, and no line of a test has to change. A cache enabled at the first call would miss all but the generations. The
 constructors are wrapped in the test process only, and keep their signatures.
 
+Transformers that the tests build themselves are put in eval mode, with and without a cache.
+
 Each test's outcome is appended to a file, one JSON object a line. Tests that are in the file already are not run again.
 """
 
@@ -82,9 +84,11 @@ class CachedPipelines:
 
     def _enable(self, pipe: Any) -> None:
         try:
-            find_transformers(pipe)
+            transformers = find_transformers(pipe)
         except holdover.EnableError:
             return
+        for transformer in transformers.values():
+            transformer.eval()  # as `from_pretrained` does; in training mode every forward runs without the cache
         self._found["pipelines"] += 1
         if self._method is None:
             return
