@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from holdover.errors import ConfigError, HoldoverError
+from holdover.errors import ConfigError
 from holdover.metrics import (
     METRICS,
     PSNR_CAP,
@@ -26,7 +24,6 @@ from holdover.metrics import (
     get_images,
     latents_as_images,
     lpips,
-    lpips_missing,
     nonwhite_error,
     psnr,
     ssim,
@@ -229,17 +226,34 @@ class TestRefusals:
 
 
 class TestLpips:
-    def test_it_says_what_is_missing_and_downloads_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-        missing = lpips_missing()
-        assert missing is not None
-        installed = all(importlib.util.find_spec(name) for name in ("torchmetrics", "torchvision"))
-        assert ("weights are not at" if installed else "pip install 'holdover[lpips]'") in missing
-        with pytest.raises(HoldoverError, match="LPIPS is not available"):
-            lpips(torch.zeros(1, 3, 64, 64), torch.zeros(1, 3, 64, 64))
-        assert list(tmp_path.rglob("*")) == []
+    """Expected values are those of the package lpips 0.1.4 with torchvision's AlexNet in single precision."""
+
+    def test_equal_images_and_shapes(self) -> None:
+        images = torch.rand(2, 5, 3, 40, 33, generator=torch.Generator().manual_seed(0))
+        assert lpips(images, images).tolist() == [[0.0] * 5] * 2
+        flat = images.flatten(0, 1)
+        assert torch.allclose(lpips(images, 1 - images).flatten(), lpips(flat, 1 - flat))
+        assert each(lpips, images, 1 - images).tolist() == pytest.approx(lpips(images, 1 - images).mean(1).tolist())
+
+    def test_more_noise_is_further_away(self) -> None:
+        ramp = torch.linspace(0, 1, 64).expand(3, 64, 64)
+        noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0)) - 0.5
+        near, far = (float(lpips(ramp, ramp + scale * noise)) for scale in (0.1, 0.5))
+        assert 0 < near < far
+
+    @pytest.mark.parametrize(
+        ("change", "expected"), [("inverted", 0.66533), ("mirrored", 0.37998), ("darker", 0.08232)]
+    )
+    def test_values_of_the_authors_package(self, change: str, expected: float) -> None:
+        x = torch.arange(64) / 63
+        image = torch.stack([x.expand(64, 64), x[:, None].expand(64, 64), x * x[:, None]])
+        changed = {"inverted": 1 - image, "mirrored": image.flip(-1), "darker": image * 0.5}[change]
+        assert float(lpips(image, changed)) == pytest.approx(expected, rel=1e-3)  # kernels are stored in float16
+
+    @pytest.mark.parametrize("shape", [(3, 30, 64), (1, 64, 64)])
+    def test_what_alexnet_cannot_take(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigError, match="RGB images of at least 31 x 31"):
+            lpips(torch.zeros(shape), torch.zeros(shape))
 
 
 @pytest.mark.parametrize("name", ["images", "frames"])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.nn.functional import conv2d
+from safetensors.torch import load_file
+from torch.nn.functional import conv2d, max_pool2d, normalize
 
-from .errors import ConfigError, HoldoverError
+from .errors import ConfigError
 
 __all__ = [
     "METRICS",
@@ -26,7 +27,6 @@ __all__ = [
     "get_images",
     "latents_as_images",
     "lpips",
-    "lpips_missing",
     "nonwhite_error",
     "psnr",
     "ssim",
@@ -39,7 +39,11 @@ SSIM_WINDOW = 11  # the side of the window of SSIM in pixels; smaller images hav
 
 _WHITE = 254.5 / 255  # a pixel of at least this value is displayed as white
 _SSIM_SIGMA, _SSIM_C1, _SSIM_C2 = 1.5, 0.01**2, 0.03**2
-_ALEXNET = "alexnet-owt-7be5be79.pth"
+LPIPS_SIDE = 31  # the shortest side in pixels that AlexNet can take; smaller images have no LPIPS
+_ALEXNET = Path(__file__).with_name("lpips_alexnet.safetensors")  # made by training/lpips/convert.py
+_ALEXNET_LAYERS = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))  # stride and padding
+_ALEXNET_MEAN, _ALEXNET_STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of LPIPS, for pixels in [-1, 1]
+_FRAMES_AT_ONCE = 32
 
 
 def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -81,25 +85,45 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (luminance * structure).mean((-3, -2, -1))
 
 
-def lpips_missing() -> str | None:
-    """Why LPIPS cannot be measured on this machine, or None where it can. Nothing is downloaded."""
-    for package in ("torchmetrics", "torchvision"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: pip install 'holdover[lpips]'"
-    weights = Path(torch.hub.get_dir()) / "checkpoints" / _ALEXNET
-    return None if weights.exists() else f"its weights are not at {weights}"
-
-
 def lpips(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """LPIPS (Zhang et al. 2018) with AlexNet, one value per RGB image (3, H, W) or (..., 3, H, W); 0 where equal."""
-    missing = lpips_missing()
-    if missing is not None:
-        raise HoldoverError(f"LPIPS is not available: {missing}.")
-    from torchmetrics.functional.image import learned_perceptual_image_patch_similarity as distance
+    """LPIPS (Zhang et al. 2018) with AlexNet, one value per RGB image (3, H, W) or (..., 3, H, W); 0 where equal.
 
+    Version 0.1 of its weights, in single precision. Images with a side of less than 31 pixels are refused.
+    """
     a, b = (images.float().clamp(0, 1) for images in _check_pair(a, b))
-    pairs = zip(*(images.reshape(-1, 1, *a.shape[-3:]) for images in (a, b)), strict=True)
-    return torch.stack([distance(x, y, "alex", normalize=True) for x, y in pairs]).reshape(a.shape[:-3])
+    channels, height, width = a.shape[-3:]
+    if channels != 3 or min(height, width) < LPIPS_SIDE:
+        raise ConfigError(
+            f"LPIPS compares RGB images of at least {LPIPS_SIDE} x {LPIPS_SIDE} pixels; "
+            f"these have {channels} channels and are {height} x {width}."
+        )
+    weights, distances = _load_alexnet(a.device), []
+    flat = (torch.split(images.reshape(-1, 3, height, width), _FRAMES_AT_ONCE) for images in (a, b))
+    for pair in zip(*flat, strict=True):
+        layers = zip(*(_alexnet_features(images, weights) for images in pair), strict=True)
+        heads = (weights[f"head{layer}"].view(-1, 1, 1) for layer in range(len(_ALEXNET_LAYERS)))
+        weighted = (((x - y) ** 2 * head).sum(1).mean((1, 2)) for (x, y), head in zip(layers, heads, strict=True))
+        distances.append(torch.stack(list(weighted)).sum(0))
+    return torch.cat(distances).reshape(a.shape[:-3])
+
+
+@cache
+def _load_alexnet(device: torch.device) -> dict[str, torch.Tensor]:
+    """The kernels, biases and heads in single precision."""
+    return {name: tensor.float().to(device) for name, tensor in load_file(_ALEXNET).items()}
+
+
+@torch.no_grad()
+def _alexnet_features(images: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The features of (N, 3, H, W) after each of the five layers, of length 1 at each position."""
+    mean, std = (images.new_tensor(values).view(3, 1, 1) for values in (_ALEXNET_MEAN, _ALEXNET_STD))
+    features, found = (2 * images - 1 - mean) / std, []
+    for layer, (stride, padding) in enumerate(_ALEXNET_LAYERS):
+        features = max_pool2d(features, 3, 2) if layer in (1, 2) else features
+        kernel, bias = weights[f"conv{layer}.weight"], weights[f"conv{layer}.bias"]
+        features = conv2d(features, kernel, bias, stride, padding).relu()
+        found.append(normalize(features, dim=1, eps=1e-10))
+    return found
 
 
 def each(

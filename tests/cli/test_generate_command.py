@@ -56,7 +56,7 @@ def test_the_trace_and_the_time_are_printed(tmp_path: Path) -> None:
     assert cond is not None
     assert (cond[1].count("C"), cond[1].count("h")) == (int(cond[2]), int(cond[3]))
     assert re.search(r"\d\.\d\d s per image", out)
-    assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, worst PSNR \d+\.\d dB", out)
+    assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, worst PSNR \d+\.\d dB, SSIM \d\.\d{4}, LPIPS \d\.\d{4}", out)
 
 
 def test_without_a_cache_the_images_are_equal(tmp_path: Path) -> None:

@@ -115,9 +115,11 @@ def test_two_images_are_compared(server: Server) -> None:
         answer: dict[str, object] = server.http.post("/v1/images/compare", json={"a": a, "b": b}).json()
         return answer
 
-    assert compare(png((0, 0, 0)), png((0, 0, 0))) == {"psnr": None, "equal": True}
+    assert compare(png((0, 0, 0)), png((0, 0, 0))) == {"psnr": None, "ssim": None, "lpips": None, "equal": True}
     apart = compare(png((0, 0, 0)), png((51, 51, 51)))
     assert apart["equal"] is False
+    large = compare(png((0, 0, 0), (32, 32)), png((0, 0, 0), (32, 32)))
+    assert large == {"psnr": None, "ssim": 1.0, "lpips": 0.0, "equal": True}
     assert apart["psnr"] == pytest.approx(13.979, abs=1e-3)  # 20 log10(255 / 51)
     for a, b in ((png((0, 0, 0)), png((0, 0, 0), (4, 4))), (png((0, 0, 0)), "nonsense"), ("AAAA", "AAAA")):
         assert compare(a, b)["error"]["type"] == "invalid_request_error"  # type: ignore[index]

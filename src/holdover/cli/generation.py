@@ -41,7 +41,7 @@ def generate(
     frames: Annotated[int | None, Option(help="Number of frames of a video; default: the model's own.")] = None,
     fps: Annotated[float, Option(help="Frames per second of a video.")] = 16.0,
     out: Annotated[Path, Option(help="Folder for the images, or a video file: clip.mp4, clip.gif.")] = Path("images"),
-    compare: Annotated[bool, Option("--compare", help="Generate uncached too; print speed-up and PSNR.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Generate uncached too; print speed-up and quality.")] = False,
     *,
     model: ModelSettings,
 ) -> None:
@@ -71,9 +71,9 @@ def generate(
 
     from ..api import enable
     from ..compare.results import prepare_folder
-    from ..compare.runner import check_pipeline, generate_images, warm_up
+    from ..compare.runner import ReferenceMetrics, check_pipeline, generate_images, get_device, warm_up
     from ..loading import load_pipeline
-    from ..metrics import as_images, each, psnr
+    from ..metrics import METRICS, as_images
     from ..plan.calls import keywords_of
     from ..video import write_video
 
@@ -114,8 +114,12 @@ def generate(
     _print_steps(generation)
     print_line(f"{fmean(after):.2f} s per image")
     if compare:
-        worst = min(each(psnr, as_images(uncached), as_images(cached)).tolist())
-        quality = "equal images" if worst == float("inf") else f"worst PSNR {worst:.1f} dB"
+        values = ReferenceMetrics(uncached, spec.output, get_device(pipe)).measure(as_images(cached))
+        quality = f"worst PSNR {min(values['psnr']):.1f} dB"
+        for name, worst in (("ssim", min), ("lpips", max)):
+            if name in values:
+                quality += f", {METRICS[name].title} {worst(values[name]):.4f}"
+        quality = "equal images" if min(values["psnr"]) == float("inf") else quality
         print_line(f"{fmean(before):.2f} s uncached: {fmean(before) / fmean(after):.2f}x, {quality}")
 
 

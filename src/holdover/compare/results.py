@@ -130,19 +130,24 @@ class Results:
         temporary.replace(path)
 
     def __str__(self) -> str:
-        width = max(len(row.label) for row in (self.reference, *self.rows))
-        lines = [f"{'':<{width}}  computed   s/image  speed  PSNR mean    p10  worst   SSIM"]
+        label = max(len(row.label) for row in (self.reference, *self.rows))
+        quality = "PSNR mean    p10  worst  SSIM mean     p10  LPIPS mean     p90"
+        lines = [f"{'':<{label}}  computed   s/image  speed  {quality}"]
         for row in (self.reference, *self.rows):
-            lines.append(f"{row.label:<{width}}  ")
+            lines.append(f"{row.label:<{label}}  ")
             if row.error is not None:
                 lines[-1] += f"failed: {row.error}"
                 continue
             steps = "?" if row.computed_steps is None else f"{row.computed_steps:.3g}"
             lines[-1] += f"{steps:>4} of {row.steps:<2} {row.mean_seconds:8.2f} {self.speedup(row):5.2f}x"
             if row.values:
-                psnr, ssim = row.summary("psnr"), f"{row.summary('ssim').mean:7.4f}" if "ssim" in row.values else ""
+                psnr = row.summary("psnr")
                 mean, p10, worst = ("equal" if math.isinf(v) else f"{v:.1f}" for v in (psnr.mean, psnr.p10, psnr.worst))
-                lines[-1] += f"  {mean:>9} {p10:>6} {worst:>6} {ssim}"
+                lines[-1] += f"  {mean:>9} {p10:>6} {worst:>6}"
+                for name, width in (("ssim", 9), ("lpips", 10)):
+                    found = row.summary(name) if name in row.values else None
+                    lines[-1] += f"  {found.mean:>{width}.4f} {found.p10:>7.4f}" if found else " " * (width + 10)
+        lines = [line.rstrip() for line in lines]
         return "\n".join(lines)
 
 

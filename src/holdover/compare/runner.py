@@ -20,13 +20,13 @@ from ..base import CacheBackend
 from ..engine.backend import find_cache, find_transformers
 from ..errors import ConfigError, HoldoverError, did_you_mean
 from ..metrics import (
+    LPIPS_SIDE,
     SSIM_WINDOW,
     as_images,
     each,
     get_images,
     latents_as_images,
     lpips,
-    lpips_missing,
     nonwhite_error,
     psnr,
     ssim,
@@ -81,9 +81,10 @@ class ReferenceMetrics:
         channels, height, width = self.reference.shape[-3:]
         if min(height, width) < SSIM_WINDOW:
             self.unavailable["ssim"] = f"the images are {height} x {width}, smaller than its window of 11 x 11"
-        missing = "the images are not RGB" if channels != 3 else lpips_missing()
-        if missing is not None:
-            self.unavailable["lpips"] = missing
+        if channels != 3:
+            self.unavailable["lpips"] = "the images are not RGB"
+        elif min(height, width) < LPIPS_SIDE:
+            self.unavailable["lpips"] = f"the images are {height} x {width}; AlexNet takes {LPIPS_SIDE} x {LPIPS_SIDE}"
 
     def to_images(self, output: torch.Tensor) -> torch.Tensor:
         """An output as float images or videos."""

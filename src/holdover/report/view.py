@@ -55,7 +55,9 @@ def build_page(results: Results, folder: Path, prediction: Prediction | None) ->
         "count": len(images),
         "rows": rows,
         "groups": _group_rows(results, rows[1:]),
-        "metrics": [METRICS[name].title for name in metrics if name != "psnr"],
+        "metrics": [
+            (METRICS[name].title, "10 %" if METRICS[name].higher_is_better else "90 %") for name in metrics[1:]
+        ],
         "legend": [(BASELINES.get(name, name), color) for name, color in colors.items()],
         "wide": plot_speed(results, 8.6, 4.6, "wide") if measured else "",
         "narrow": plot_speed(results, 4.3, 4.8, "narrow") if measured else "",
@@ -179,10 +181,11 @@ def _build_cells(results: Results, row: Row, metrics: list[str]) -> list[tuple[s
     if row.values:
         psnr = row.summary("psnr")
         cells += [(format_metric("psnr", value), value) for value in (psnr.mean, psnr.p10, psnr.worst)]
-        means = [(name, row.summary(name).mean) for name in metrics if name != "psnr"]
-        cells += [(format_metric(name, value), value) for name, value in means]
+        for name in metrics[1:]:
+            found = row.summary(name)
+            cells += [(format_metric(name, value), value) for value in (found.mean, found.p10)]
     else:
-        cells += [("", math.inf)] * (len(metrics) + 2)
+        cells += [("", math.inf)] * (2 * len(metrics) + 1)
     cells.append((format_bytes(row.bytes_held), row.bytes_held))
     return [(text, "Infinity" if math.isinf(key) else repr(float(key))) for text, key in cells]
 

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from ..metrics import psnr
+from ..metrics import LPIPS_SIDE, SSIM_WINDOW, lpips, psnr, ssim
 from . import schemas
 from .errors import EXCEPTION_HANDLERS, ApiError, error_responses, invalid
 from .images import decode_png, encode_image, read_edit_form
@@ -223,7 +223,12 @@ def compare(body: schemas.CompareRequest, request: Request) -> schemas.Compariso
         sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (a, b))
         raise invalid(f"The images have different sizes: {sizes}.", "b")
     decibels = float(psnr(a, b))
-    return schemas.Comparison(psnr=decibels if math.isfinite(decibels) else None, equal=torch.equal(a, b))
+    return schemas.Comparison(
+        psnr=decibels if math.isfinite(decibels) else None,
+        ssim=float(ssim(a, b)) if min(a.shape[1:]) >= SSIM_WINDOW else None,
+        lpips=float(lpips(a, b)) if min(a.shape[1:]) >= LPIPS_SIDE else None,
+        equal=torch.equal(a, b),
+    )
 
 
 @router.get("/v1/models", tags=["models"], responses=error_responses(401, 503))

@@ -194,9 +194,14 @@ class CompareRequest(BaseModel):
 
 
 class Comparison(BaseModel):
-    """The difference between two images; `psnr`, in decibels, is null if they are equal."""
+    """The difference between two images; `psnr`, in decibels, is null if they are equal.
+
+    `ssim` is null for images smaller than 11 x 11 pixels, `lpips` (AlexNet) for images smaller than 31 x 31.
+    """
 
     psnr: float | None
+    ssim: float | None
+    lpips: float | None
     equal: bool
 
 

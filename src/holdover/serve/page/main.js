@@ -185,11 +185,13 @@ function finish(id, { holdover }) {
 
 async function showResult(plain, cached, cache) {
   const speed = plain.holdover.seconds.generation / cached.holdover.seconds.generation;
-  const { psnr, equal } = await compare(plain.b64_json, cached.b64_json);
+  const { psnr, ssim, lpips, equal } = await compare(plain.b64_json, cached.b64_json);
   const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
   const [computed, held] = [sum(cached.holdover.computed), sum(cached.holdover.held)];
   $("speed").textContent = `${speed.toFixed(2)}×`;
   $("psnr").textContent = equal ? "identical" : `${psnr.toFixed(1)} dB`;
+  $("ssim").textContent = ssim?.toFixed(3) ?? "–";
+  $("lpips").textContent = lpips?.toFixed(4) ?? "–";
   $("forwards").textContent = `${computed} of ${computed + held}`;
   $("bytes").textContent = bytes(cached.holdover.held_bytes);
   state.points.push({ method: cache.method, speed: (computed + held) / computed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
@@ -208,7 +210,7 @@ function clearResults() {
     for (const part of [".time", ".count"]) $(id).querySelector(part).textContent = "";
     $(id).querySelector(".strip").replaceChildren();
   }
-  for (const id of ["speed", "psnr", "forwards", "bytes"]) $(id).textContent = "–";
+  for (const id of ["speed", "psnr", "ssim", "lpips", "forwards", "bytes"]) $(id).textContent = "–";
 }
 
 function setBusy(yes) {
