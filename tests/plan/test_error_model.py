@@ -101,15 +101,20 @@ def test_growth_is_interpolated_in_the_noise_level():
 @given(seed=seeds, steps=st.integers(1, 30), count=st.integers(1, 6))
 def test_errors_never_shrink_and_early_ones_grow_at_least_as_much_as_late_ones(seed, steps, count):
     growth = np.random.default_rng(seed).normal(size=(count, steps + 1)).cumsum(axis=1)
-    factors = Measurements(falling(steps), np.ones((count, steps, steps)), growth).amplification()
+    factors = Measurements(falling(steps), np.ones((count, steps, steps)), growth).amplification(75.0)
     assert (factors >= 1).all()
     assert (np.diff(factors) <= 0).all()
+
+
+def test_no_percentile_means_that_errors_do_not_grow():
+    growth = np.random.default_rng(0).normal(size=(4, 3))
+    assert (Measurements(falling(2), np.ones((4, 2, 2)), growth).amplification(None) == 1.0).all()
 
 
 def test_amplification_is_what_three_generations_in_four_stay_below():
     growth = np.zeros((4, 3))
     growth[:, 2] = np.log([1.0, 4.0, 16.0, 64.0])
-    factors = Measurements(falling(2), np.ones((4, 2, 2)), growth).amplification()
+    factors = Measurements(falling(2), np.ones((4, 2, 2)), growth).amplification(75.0)
     assert factors == pytest.approx(np.exp(0.5 * np.percentile(growth[:, 2], 75)))
 
 

@@ -10,8 +10,9 @@ from diffusers import UniPCMultistepScheduler
 
 import holdover
 from holdover.plan.calls import Caller
+from holdover.plan.error_model import DEFAULT_OPTIONS
 from holdover.plan.planner import search_profile
-from holdover.plan.polish import FITTED_BELOW, WeightFitter
+from holdover.plan.polish import WeightFitter
 from holdover.plan.tune import Trials
 from holdover.profiles import Profile
 from tiny.prompted import prompted_flux, prompted_wan
@@ -87,11 +88,12 @@ def test_polishing_fits_late_steps_and_keeps_early_ones_as_they_were_planned():
     caller = Caller(pipeline(), STEPS, profile.facts.guidance)
     search = search_profile(profile)
     computed = search.frontier[3].computed
-    fitted = WeightFitter(caller, profile, (CALIBRATION, [0, 1])).fit(computed, None)
-    assert {noise > FITTED_BELOW for noise in profile.facts.noise} == {True, False}
+    fitted = WeightFitter(caller, profile, [(CALIBRATION, [0, 1])]).fit(computed, DEFAULT_OPTIONS)
+    below = DEFAULT_OPTIONS.fitted_below
+    assert {noise > below for noise in profile.facts.noise} == {True, False}
     for step, planned in search.model.fit_weights(computed).items():
         own, fitted = fitted[: len(planned.values)], fitted[len(planned.values) :]
-        assert (own == pytest.approx(planned.values, rel=1e-6)) == (profile.facts.noise[step] > FITTED_BELOW)
+        assert (own == pytest.approx(planned.values, rel=1e-6)) == (profile.facts.noise[step] > below)
     assert fitted == ()
 
 

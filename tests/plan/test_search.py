@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdover.plan.error_model import DEFAULT_OPTIONS, ErrorModel, fit_output
+from holdover.plan.error_model import DEFAULT_OPTIONS, ErrorModel, PlannerOptions, fit_output
 from holdover.plan.generation import euler_response
 from holdover.plan.search import (
     CandidateSchedule,
@@ -243,9 +243,9 @@ def test_errors_that_grow_move_computed_steps_to_where_the_errors_arise():
     assert sum(step < 15 for step in careful) > sum(step < 15 for step in plain)
 
 
-def test_alternatives_are_schedules_of_the_budget_and_start_with_the_best():
-    found = search(20, ranges=((0, 7), (8, 19)))
-    others = found.alternatives(6)
-    assert others[0] == found.frontier[6].computed
-    assert len(set(others)) == len(others) > 1
-    assert all(len(steps) == 6 and {0, 8} <= set(steps) for steps in others)
+def test_first_steps_that_the_options_name_are_computed_in_every_schedule():
+    model = search(20).model
+    options = PlannerOptions(first_steps=3)
+    found = ScheduleSearch(ErrorModel(model.measurements, model.response, model.ranges, options)).frontier
+    assert all({0, 1, 2} <= set(found[count].computed) for count in range(4, 21))
+    assert [len(found[count].computed) for count in found] == list(found)

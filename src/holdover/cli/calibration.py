@@ -30,6 +30,12 @@ def calibrate(
     batch_size: Annotated[int, Option(help="Images per batch.")] = 1,
     seed: Annotated[int, Option(help="Seed of the first image; the next images have the next seeds.")] = 0,
     store: Annotated[str, Option(help="Where outputs are stored meanwhile: device, cpu or disk.")] = "device",
+    effort: Annotated[
+        str, Option(help="Trials on the model for better plans: quick (none), standard, thorough.")
+    ] = "quick",
+    budget: Annotated[
+        list[str] | None, Option(help="Computed steps or a speed-up to try plans for; repeatable.")
+    ] = None,
     out: Annotated[Path, Option(help="File of the profile.")] = Path("profile.safetensors"),
     *,
     model: ModelSettings,
@@ -65,6 +71,8 @@ def calibrate(
         seed=seed,
         store=store,
         name=out.stem,
+        effort=effort,
+        budgets=[int(one) if one.isdigit() else one for one in budget] if budget else ("3x", "5x"),
         **model.arguments,
     )
     profile.save(out)

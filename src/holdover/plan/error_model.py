@@ -4,7 +4,7 @@ Symbols, for a generation of N steps:
 
 - v_i: the output of the model at step i of an uncached generation; u_i: the same with held steps. At a computed step
   the simulation takes u_i = v_i, at a held one u_i = sum_j w_j v_j. The steps j are its *anchors*: the last computed
-  steps before it, at most `DEPTH`.
+  steps before it, at most `PlannerOptions.depth`.
 - G[s,t] = <v_s, v_t> / (values in a latent): the Gram matrix of the outputs, one for each measured generation.
 - x_i: the latent before step i, and x_N the final one. Every deterministic scheduler is linear in the outputs,
   x_i = (part of x_0) + sum_k R[i,k] v_k. The (N+1, N) matrix R is the *scheduler response*. Under Euler,
@@ -15,8 +15,8 @@ All vectors are written as coefficients c over the outputs v_0 ... v_{N-1}, and 
 simulated with a few small matrices, in microseconds.
 
 A model with guidance makes several forwards a step, its branches. Each branch may have weights of its own. They are
-fitted together to the output that the scheduler gets; `BRANCH_TIE` penalizes differences between branches, so that the
-prediction of each branch alone stays close to that branch.
+fitted together to the output that the scheduler gets; `PlannerOptions.branch_tie` penalizes differences between
+branches, so that the prediction of each branch alone stays close to that branch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..predictors import newton_weights
+from ..profiles import PlannerOptions
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Ranges = tuple[tuple[int, int], ...]  # first and last step of each expert; most models have one
 
-DEPTH = 4  # computed outputs that a held step is predicted from, at most
+DEFAULT_OPTIONS = PlannerOptions()
+DEPTH = DEFAULT_OPTIONS.depth
 RIDGE = 1e-7  # relative to the mean diagonal: keeps weights finite where outputs are nearly parallel
-BRANCH_TIE = 1e-3  # relative to the mean diagonal: penalty on differences between the weights of branches
-GROWTH_PERCENTILE = 75.0  # of the generations: the error growth that schedules are searched for
 EXPECTED_PERCENTILE = 90.0  # of the generations: nine in ten are expected to have a smaller error
 
 
@@ -79,13 +79,13 @@ def prediction_error(weights: Weights, step: int, steps: int) -> Array:
     return error
 
 
-def least_squares(features: Array, target: Array, gram: Array, branches: int = 1) -> Array:
+def least_squares(features: Array, target: Array, gram: Array, branches: int = 1, tie: float = 0.0) -> Array:
     """The weights w that minimize |F'w - y|^2 for features F and target y: (F G F' + ridge) w = F G y."""
     projected = features @ gram
-    return solve_ridge(projected @ features.T, projected @ target, branches)
+    return solve_ridge(projected @ features.T, projected @ target, branches, tie)
 
 
-def solve_ridge(normal: Array, known: Array, branches: int = 1, tie: float = BRANCH_TIE) -> Array:
+def solve_ridge(normal: Array, known: Array, branches: int = 1, tie: float = 0.0) -> Array:
     """Solve (A + m P) w = b for the normal matrix A with mean diagonal m.
 
     P is `RIDGE` times the identity; for several branches, plus `tie` times the projection onto the differences between
@@ -96,24 +96,6 @@ def solve_ridge(normal: Array, known: Array, branches: int = 1, tie: float = BRA
         penalty += tie * np.kron(np.eye(branches) - 1 / branches, np.eye(len(normal) // branches))
     weights: Array = np.linalg.solve(normal + np.trace(normal) / len(normal) * penalty, known)
     return weights
-
-
-@dataclass(frozen=True)
-class PlannerOptions:
-    """Constants of the planner that are not measured; their values were found by trial on the emoji model.
-
-    - `corrected_share`: how much of an error that is already visible to the last computed step is corrected by held
-      steps. The model has responded to that error; correcting all of it overshoots.
-    - `last_gap_factor`: how many times the cost of the last gap counts. No later step corrects its error.
-    - `longest_gap`: the largest distance between two computed steps.
-    """
-
-    corrected_share: float = 0.85
-    last_gap_factor: float = 3.0
-    longest_gap: int = 12
-
-
-DEFAULT_OPTIONS = PlannerOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +151,11 @@ class Measurements:
         growth = np.maximum(self.growth[:, -1:] - self.growth, 0.0)
         return np.maximum.accumulate(growth[:, ::-1], axis=1)[:, ::-1]
 
-    def amplification(self) -> Array:
-        """The factor by which an error made at each step grows until the end, in 75 % of the generations at most."""
-        growth = np.percentile(self.growth[:, -1:] - self.growth[:, :-1], GROWTH_PERCENTILE, axis=0)
+    def amplification(self, percentile: float | None) -> Array:
+        """The factor by which an error made at each step grows until the end, in so many percent of the generations."""
+        if percentile is None:
+            return np.ones(self.steps)
+        growth = np.percentile(self.growth[:, -1:] - self.growth[:, :-1], percentile, axis=0)
         factors: Array = np.maximum(np.exp(0.5 * growth), 1.0)
         return np.maximum.accumulate(factors[::-1])[::-1]
 
@@ -225,7 +209,8 @@ class ErrorModel:
 
     def reach(self) -> Array:
         """How much of an error in each step's output is found in the final latent: |R[N,t]| times its amplification."""
-        return np.asarray(np.abs(self.response[self.steps]) * self.measurements.amplification())
+        amplification = self.measurements.amplification(self.options.growth_percentile)
+        return np.asarray(np.abs(self.response[self.steps]) * amplification)
 
     def fit_weights(self, computed: Collection[int]) -> dict[int, Weights]:
         """The weights of all held steps of a schedule, fitted to steer back to the uncached trajectory.
@@ -239,18 +224,19 @@ class ErrorModel:
         visible to the model and enter with `corrected_share`.
         """
         branches, held = self.measurements.branch_outputs, held_steps(computed, self.ranges)
+        options, tie = self.options, self.options.branch_tie or 0.0
         exact = branches.sum(axis=0)
         outputs, weights = np.zeros_like(exact), {}
         for step in range(self.steps):
             if step not in held:
                 outputs[step] = exact[step]
                 continue
-            anchors, row, target = held[step][-DEPTH:], self.response[step + 1], exact[step]
+            anchors, row, target = held[step][-options.depth :], self.response[step + 1], exact[step]
             if abs(row[step]) >= 1e-12:
-                shares = np.where(np.arange(self.steps) < anchors[-1], self.options.corrected_share, 1.0)
+                shares = np.where(np.arange(self.steps) < anchors[-1], options.corrected_share, 1.0)
                 target = (shares * row) @ (exact - outputs) / row[step]  # outputs[step] is still 0: v_i is in the sum
             features = np.concatenate(branches[:, list(anchors)])
-            values = least_squares(features, target, self.measurements.mean_gram, len(branches))
+            values = least_squares(features, target, self.measurements.mean_gram, len(branches), tie)
             weights[step] = Weights(anchors, tuple(map(float, values)))
             outputs[step] = self._predict(weights[step])
         return weights
@@ -305,7 +291,8 @@ class ErrorModel:
         last, steps = computed[:, -1:], np.arange(self.steps)
         held = (steps > last) & (steps < following[:, None]) & (steps <= self._last[last])
         added: Array = np.where(held, self.response[self.steps], 0.0)
-        anchors, target, left = computed[:, -DEPTH:], self.options.corrected_share * errors + added, errors + added
+        anchors, left = computed[:, -self.options.depth :], errors + added
+        target = self.options.corrected_share * errors + added
         usable = anchors >= self._first[anchors[:, -1:]]  # anchors of another expert get weight 0
         gram = self.measurements.merged.mean_gram
         normal = np.where(usable[:, :, None] & usable[:, None], gram[anchors[:, :, None], anchors[:, None]], 0.0)

@@ -24,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, NoneConfig, NoneMethod, Runner
 from ..engine.state import ComputedForward
-from ..errors import ConfigError, HoldoverError, UnsupportedModelError
+from ..errors import ConfigError, HoldoverError, UnsupportedModelError, did_you_mean
 from ..grid import Grid
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
@@ -43,15 +43,17 @@ from .calls import (
     installed_engine,
     make_batches,
 )
-from .config import PlanConfig
+from .config import PlanConfig, steps_for
 from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
 from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
 from .method import Guard, PlanMethod
 from .planner import PlanProblem
+from .polish import improve
 from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
 from .search import growing
 
 logger = logging.getLogger(__name__)
+EFFORTS = ("quick", "standard", "thorough")
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
 _POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
 _LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
@@ -68,6 +70,8 @@ def calibrate(
     seams: bool = False,
     store: str = "device",
     name: str | None = None,
+    effort: str = "quick",
+    budgets: Sequence[int | str] = ("3x", "5x"),
     progress: bool = True,
     **call: Any,
 ) -> Profile:
@@ -76,9 +80,21 @@ def calibrate(
     A prompt is a text or the keywords of one call; the default is four prompts of a built-in list. `batch_size` prompts
     are generated at once, and `call` is passed to every call of the pipeline. `store` is where the outputs of a
     generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures residuals,
-    for plans that hold those. The whole costs about a fifth more than the generations alone.
+    for plans that hold those. This costs about a fifth more than the generations alone.
+
+    `effort` says how much is tried on the model to plan for `budgets` (computed steps, or speed-ups such as "4x"):
+
+    - "quick": nothing; plans are computed from the measurements.
+    - "standard": weights are fitted along the path that a plan really takes, and trials choose the planner's options.
+    - "thorough": also moves single computed steps of each schedule while that improves it.
     """
+    if effort not in EFFORTS:
+        raise ConfigError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.{did_you_mean(effort, EFFORTS)}")
+    for budget in budgets:
+        steps_for(budget, num_inference_steps)
     chosen = as_prompts(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
+    if effort != "quick" and len(chosen) < 2:
+        raise ConfigError(f"effort={effort!r} needs two prompts at least: one half is fitted to, the other judges.")
     if not chosen:
         raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
@@ -89,7 +105,21 @@ def calibrate(
         session = _CalibrationSession(caller, engine, store, seams)
         for batch in batches:
             session.measure(batch, bar)
-        return session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
+        profile = session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
+    if effort == "quick":
+        return profile
+    improved = improve(
+        pipe,
+        profile,
+        budgets,
+        chosen,
+        effort == "thorough",
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
+        **call,
+    )
+    return improved.with_facts(effort=effort)
 
 
 class BlockRecorder(OutputRecorder):

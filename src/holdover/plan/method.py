@@ -215,7 +215,8 @@ class PlanMethod(Method[PlanConfig]):
         state.branches.add(branch)
         separate = state.problem.branches
         index = separate.index(branch) if branch in separate else 0
-        return PlanPredictor(partial(self._planned_weights, state), index, state.problem.spec.newton)
+        depth = max(DEPTH, max((len(weights.anchors) for weights in state.plan.weights.values()), default=0))
+        return PlanPredictor(partial(self._planned_weights, state), index, state.problem.spec.newton, depth)
 
     def _current_state(self, grid: Grid) -> _GenerationState:
         """The state of the running generation; its plan is made, or found, at the first forward."""

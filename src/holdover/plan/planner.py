@@ -16,9 +16,9 @@ from itertools import islice, pairwise
 import numpy as np
 
 from ..errors import ConfigError
-from ..profiles import Certificate, MeasuredPlan, Profile
+from ..profiles import Certificate, MeasuredPlan, PlannerOptions, Profile
 from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
-from .error_model import DEPTH, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
+from .error_model import DEFAULT_OPTIONS, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
 from .generation import GenerationSpec, Preconditioning, euler_response
 from .search import CandidateSchedule, ScheduleSearch, cautious, growing
 
@@ -53,6 +53,7 @@ class PlanProblem:
     branches: tuple[str, ...] = ()
     merged_measurements: Measurements | None = None
     preconditioning: Preconditioning | None = None
+    options: PlannerOptions = DEFAULT_OPTIONS
 
     @cached_property
     def response(self) -> Array:
@@ -65,14 +66,14 @@ class PlanProblem:
         """The schedule search on the measurements; None without a profile."""
         if self.measurements is None:
             return None
-        return ScheduleSearch(ErrorModel(self.measurements, self.response, self.spec.ranges))
+        return ScheduleSearch(ErrorModel(self.measurements, self.response, self.spec.ranges, self.options))
 
     @cached_property
     def merged(self) -> PlanProblem:
         """The same problem with one set of weights for whatever branches there are."""
         if not self.branches:
             return self
-        return PlanProblem(self.spec, self.merged_measurements, preconditioning=self.preconditioning)
+        return replace(self, measurements=self.merged_measurements, branches=(), merged_measurements=None)
 
 
 def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
@@ -84,7 +85,8 @@ def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
     measurements = Measurements(np.array(facts.noise), profile.grams, profile.growth, mix).at(spec.noise)
     # A custom loop may run both branches although the guidance scale needs one only: use the mix as measured.
     separate = measurements if all(mix) else replace(measurements, mix=facts.mix)
-    return PlanProblem(spec, separate, facts.branches, measurements.merged, Preconditioning.of(facts, spec.noise))
+    preconditioning = Preconditioning.of(facts, spec.noise)
+    return PlanProblem(spec, separate, facts.branches, measurements.merged, preconditioning, facts.options)
 
 
 def search_profile(profile: Profile) -> ScheduleSearch:
@@ -224,6 +226,6 @@ def _stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
     """The weights of a schedule in a profile, which stores them in one sequence, by held step."""
     values, weights = iter(tried.weights), {}
     for step, before in sorted(held_steps(tried.computed, ranges).items()):
-        anchors = before[-DEPTH:]
+        anchors = before[-tried.depth :]
         weights[step] = Weights(anchors, tuple(islice(values, len(anchors) * max(1, len(tried.branches)))))
     return weights

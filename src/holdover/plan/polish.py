@@ -1,4 +1,4 @@
-"""`polish`: better plans by trial, with weights fitted along the path that the plan really takes.
+"""Better plans by trials on the model, with weights fitted along the path that the plan really takes.
 
 `RealPathFit` runs a schedule on the model and fits the weights of each held step when it comes. At held step i the last
 computed outputs of each branch are regressed on the output that puts the next latent where the uncached generation has
@@ -7,16 +7,17 @@ it,
     v_i - sum_{k<i} R[i+1,k] / R[i+1,i] (u_k - v_k),
 
 with u the outputs of this run, v those of the uncached run, and R the scheduler response (error_model.py has the same
-formula for simulated outputs). Early held steps keep their simulated weights: the effect of an early error differs
-from image to image, and weights fitted to some images mislead others.
+formula for simulated outputs). Held steps above the noise level `fitted_below` keep their simulated weights: in some
+models the effect of an early error differs from image to image, and weights fitted to some images mislead others.
 
-`polish` fits on one half of the prompts and judges on the other.
+Plans are fitted on one half of the prompts and judged on the other. `VARIANTS` are the values of the planner's options
+that trials choose between; no option is fixed because of one model.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -33,10 +34,10 @@ from ..errors import ConfigError
 from ..grid import Grid
 from ..metrics import PSNR_CAP
 from ..models.inputs import iter_tensors
-from ..profiles import MeasuredPlan, Profile
+from ..profiles import MeasuredPlan, PlannerOptions, Profile
 from .calls import GENERATIONS, Batch, Caller, Prompt, built_in_prompts, installed_engine, make_batches
-from .config import PlanConfig
-from .error_model import BRANCH_TIE, DEPTH, Weights, held_steps, solve_ridge
+from .config import PlanConfig, steps_for
+from .error_model import Array, Weights, held_steps, solve_ridge
 from .generation import Preconditioning, model_output
 from .method import PlanMethod, PlanPredictor
 from .planner import PlanProblem, plan_problem, search_profile
@@ -45,9 +46,18 @@ from .search import neighbors
 from .tune import Trials
 
 MAX_TRIALS = 60
-FITTED_BELOW = 0.5  # noise level; held steps above it keep their simulated weights
-TIES = (BRANCH_TIE, 10 * BRANCH_TIE, None)  # penalties on differences between branches; None: the same weights for all
-Option = tuple[tuple[int, ...], float | None]  # computed steps and tie of a plan that may be tried
+VARIANTS: dict[str, tuple[Any, ...]] = {  # by option, in the order in which they are tried
+    "fitted_below": (0.5, 1.0),
+    "corrected_share": (0.7, 0.85, 1.0),
+    "growth_percentile": (None, 50.0, 75.0, 90.0),
+    "longest_gap": (8, 12, 16),
+    "last_gap_factor": (1.0, 3.0, 6.0),
+    "first_steps": (1, 2, 3),
+    "depth": (3, 4, 6),
+    "branch_tie": (1e-3, 1e-2, None),
+}
+Candidate = tuple[tuple[int, ...], PlannerOptions]  # computed steps, and the options that weights are fitted with
+Sums = dict[int, tuple[Array, Array]]  # normal matrix and right side by held step, over batches
 
 
 def polish(
@@ -64,67 +74,120 @@ def polish(
 ) -> Profile:
     """The profile with a plan for `budget` computed steps that was improved by trials on the model.
 
-    Weights are fitted on a batch of `batch_size` images of the first half of the prompts. First the planner's other
-    schedules are tried, then single steps of the best one are moved. Every plan is judged by the mean PSNR and the mean
-    of the worst tenth on the second half. If none is better than the profile's own, the profile is unchanged.
+    It is `improve` for one budget, with at most `trials` trials; the planner's options for other budgets stay as they
+    are. If no plan is better than the profile's own, the profile is unchanged.
+    """
+    improved = improve(
+        pipe, profile, [budget], prompts, True, trials, seed=seed, batch_size=batch_size, progress=progress, **call
+    )
+    return improved.with_facts(options=profile.facts.options, effort=profile.facts.effort)
+
+
+def improve(
+    pipe: Any,
+    profile: Profile,
+    budgets: Sequence[int | str],
+    prompts: Sequence[Prompt] | None = None,
+    moves: bool = False,
+    trials: int | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int = 1,
+    progress: bool = True,
+    **call: Any,
+) -> Profile:
+    """The profile with better planner options, and with a plan for each budget, by trials on the model.
+
+    Weights are fitted on the first half of the prompts. Every plan is judged by the mean PSNR and the mean of the worst
+    tenth on the second half. Each planner option is varied in turn; the value with the best mean over all budgets is
+    kept. With `moves`, single steps of each budget's best schedule are then moved. `trials` limits the plans tried.
     """
     chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
-    search, facts = search_profile(profile), profile.facts
-    if budget not in search.frontier:
-        least, most = min(search.frontier), max(search.frontier)
-        raise ConfigError(f"A budget for this profile is {least} to {most} computed steps, not {budget}.")
+    facts, frontier = profile.facts, search_profile(profile).frontier
+    least, most = min(frontier), max(frontier)
+    wanted = (b if isinstance(b, int) else max(least, steps_for(b, len(facts.noise))) for b in budgets)
+    counts = list(dict.fromkeys(wanted))
+    for count in counts:
+        if count not in frontier:
+            raise ConfigError(f"A budget for this profile is {least} to {most} computed steps, not {count}.")
     if len(chosen) < 2:
-        raise ConfigError("Polishing needs two prompts at least: one half is fitted to, the other judges.")
-    polished = [s.computed for s in facts.schedules if (len(s.computed), s.noise) == (budget, facts.noise)]
-    starts = polished[:1] + search.alternatives(budget)
+        raise ConfigError("Trials need two prompts at least: one half is fitted to, the other judges.")
     caller, half = Caller.like(profile, pipe, call), len(chosen) // 2
-    batch = make_batches(chosen[:half], batch_size, seed)[0]
-    with tqdm(total=trials, disable=not progress, desc="polishing", unit="trial") as bar:
-        fitter = WeightFitter(caller, profile, batch)
+    with tqdm(
+        total=trials or most_trials(len(counts), moves), disable=not progress, desc="trials", unit="trial"
+    ) as bar:
+        fitter = WeightFitter(caller, profile, make_batches(chosen[:half], batch_size, seed))
         judge = Trials(caller, chosen[half:], seed + half, batch_size)
         judge.generate_references()
-        score, best = _LocalSearch(profile, type(pipe.scheduler).__name__, fitter, judge, bar).run(starts)
-        own_score = _score(judge.run(profile, "psnr", starts[0])[0])
-    return _with_schedule(profile, best) if score > own_score else profile
+        search = _TrialSearch(profile, type(pipe.scheduler).__name__, fitter, judge, bar)
+        options, improved = search.choose_options(counts), profile
+        for count in counts:
+            score, best = search.best_plan(count, options, moves)
+            own = next(
+                (p.computed for p in facts.schedules if _same_budget(p, count, profile)), frontier[count].computed
+            )
+            if score > _score(judge.run(profile, "psnr", own)[0]):
+                improved = _with_schedule(improved, best)
+    return improved.with_facts(options=options)
+
+
+def most_trials(budgets: int, moves: bool) -> int:
+    """The number of plans that are tried at most."""
+    return budgets * (1 + sum(len(values) - 1 for values in VARIANTS.values()) + (MAX_TRIALS if moves else 0))
 
 
 class WeightFitter:
-    """Fits the weights of schedules on one batch of prompts, which is first generated uncached."""
+    """Fits the weights of schedules on some batches of prompts, which are first generated uncached."""
 
-    def __init__(self, caller: Caller, profile: Profile, batch: Batch) -> None:
-        self._caller, self._profile, self._batch = caller, profile, batch
+    def __init__(self, caller: Caller, profile: Profile, batches: Sequence[Batch]) -> None:
+        self._caller, self._profile, self._batches = caller, profile, batches
         preconditioning = Preconditioning.of(profile.facts, np.array(profile.facts.noise))
-        uncached = TrajectoryRecord("device", ["outputs"], preconditioning)
-        self._run(OutputRecorder(uncached))
-        uncached.latents.clear()
-        self._outputs = uncached.outputs
+        self._outputs: list[list[torch.Tensor]] = []
+        for batch in batches:
+            uncached = TrajectoryRecord("device", ["outputs"], preconditioning)
+            self._run(OutputRecorder(uncached), batch)
+            uncached.latents.clear()
+            self._outputs.append(uncached.outputs)
 
-    def fit(self, computed: tuple[int, ...], tie: float | None) -> tuple[float, ...]:
-        """The weights of all held steps, in order; branches have their own unless `tie` is None."""
-        fit = RealPathFit(self._profile, computed, self._outputs, tie)
-        self._run(fit)
-        return tuple(value for _, weights in sorted(fit.weights.items()) for value in weights.values)
+    def fit(self, computed: tuple[int, ...], options: PlannerOptions) -> tuple[float, ...]:
+        """The weights of all held steps, in order.
 
-    def _run(self, method: Method[Any]) -> None:
+        Batches run one after the other. Each follows the weights fitted to it and the batches before it.
+        """
+        sums: Sums = {}
+        weights: dict[int, Weights] = {}
+        for batch, outputs in zip(self._batches, self._outputs, strict=True):
+            fit = RealPathFit(self._profile, computed, outputs, options, sums)
+            self._run(fit, batch)
+            weights = fit.weights
+        return tuple(value for _, held in sorted(weights.items()) for value in held.values)
+
+    def _run(self, method: Method[Any], batch: Batch) -> None:
         with installed_engine(self._caller.pipe, method):
-            self._caller(*self._batch)
+            self._caller(*batch)
 
 
 class RealPathFit(PlanMethod):
-    """Runs a schedule and fits the weights of each held step when it comes; for each branch unless `tie` is None."""
+    """Runs a schedule and fits the weights of each held step when it comes; `sums` has those of earlier batches."""
 
     follows = True
     observes = True
     uses_profile = False  # weights of early steps come from the measured profile, all others are fitted here
 
     def __init__(
-        self, profile: Profile, computed: tuple[int, ...], uncached: Sequence[torch.Tensor], tie: float | None
+        self,
+        profile: Profile,
+        computed: tuple[int, ...],
+        uncached: Sequence[torch.Tensor],
+        options: PlannerOptions,
+        sums: Sums,
     ) -> None:
         super().__init__(PlanConfig(schedule=computed, guard=False))
         facts = profile.facts
         self._measured_profile, self._computed, self._uncached = profile, computed, uncached
-        self._mix = {} if tie is None else dict(zip(facts.branches, facts.mix, strict=True))
-        self._tie = tie or 0.0
+        separate = bool(facts.branches) and options.branch_tie is not None
+        self._mix = dict(zip(facts.branches, facts.mix, strict=True)) if separate else {}
+        self._options, self._sums = options, sums
         self._problem: PlanProblem | None = None
         self._branch_outputs: dict[tuple[str, int], torch.Tensor] = {}
         self._outputs: list[torch.Tensor] = []
@@ -133,11 +196,11 @@ class RealPathFit(PlanMethod):
     def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
         spec = self._current_state(grid).problem.spec
         if self._problem is None:
-            self._problem = problem = plan_problem(spec, self._measured_profile)
+            self._problem = problem = replace(plan_problem(spec, self._measured_profile), options=self._options)
             search = problem.search if self._mix else problem.merged.search
             assert search is not None
-            simulated = search.model.fit_weights(self._computed)
-            self.weights = {step: weights for step, weights in simulated.items() if spec.noise[step] > FITTED_BELOW}
+            below, simulated = self._options.fitted_below, search.model.fit_weights(self._computed)
+            self.weights = {step: weights for step, weights in simulated.items() if spec.noise[step] > below}
         return PlanPredictor(self._weights_of, list(self._mix).index(branch) if self._mix else 0, spec.newton)
 
     def observe(self, computed: ComputedForward) -> None:
@@ -154,65 +217,90 @@ class RealPathFit(PlanMethod):
         if step in self.weights:
             return self.weights[step]
         assert self._problem is not None
-        anchors = held_steps(self._computed, self._problem.spec.ranges)[step][-DEPTH:]
+        anchors = held_steps(self._computed, self._problem.spec.ranges)[step][-self._options.depth :]
         row, target = self._problem.response[step + 1], self._uncached[step].clone()
         for earlier in range(step if abs(row[step]) > 1e-12 else 0):
+            share = self._options.corrected_share if earlier < anchors[-1] else 1.0  # an error that the model has seen
             error = self._outputs[earlier] - self._uncached[earlier]
-            target.sub_(error, alpha=float(row[earlier] / row[step]))
+            target.sub_(error, alpha=share * float(row[earlier] / row[step]))
         outputs = [self._outputs[a] for a in anchors]
         if self._mix:
             outputs = [share * self._branch_outputs[branch, a] for branch, share in self._mix.items() for a in anchors]
         features = torch.stack([output.flatten() for output in outputs]).double()
         normal = (features @ features.T).cpu().numpy()
         known = (features @ target.flatten().double()).cpu().numpy()
-        values = solve_ridge(normal, known, max(1, len(self._mix)), self._tie)
+        if step in self._sums:
+            normal, known = normal + self._sums[step][0], known + self._sums[step][1]
+        self._sums[step] = normal, known
+        values = solve_ridge(normal, known, max(1, len(self._mix)), self._options.branch_tie or 0.0)
         self.weights[step] = Weights(anchors, tuple(map(float, values)))
         return self.weights[step]
 
 
-class _LocalSearch:
-    """Tries plans on the model, each once: first where to start, then the tie, then moving one step at a time."""
+class _TrialSearch:
+    """Tries plans on the model, each once, while trials are left; at least one is tried for each budget."""
 
     def __init__(self, profile: Profile, scheduler: str, fitter: WeightFitter, judge: Trials, bar: Any) -> None:
         self._profile, self._scheduler, self._fitter, self._judge, self._bar = profile, scheduler, fitter, judge, bar
-        self._tried: dict[Option, tuple[float, MeasuredPlan]] = {}
+        self._tried: dict[Candidate, tuple[float, MeasuredPlan]] = {}
 
-    def run(self, starts: Sequence[tuple[int, ...]]) -> tuple[float, MeasuredPlan]:
-        """The best plan found and its score."""
+    def choose_options(self, counts: Sequence[int]) -> PlannerOptions:
+        """Vary one option after the other; keep the value with the best mean score over all budgets."""
+        best = self._profile.facts.options
+        for name, values in VARIANTS.items():
+            if name == "branch_tie" and not self._profile.facts.branches:
+                continue
+            scores = {}
+            for options in dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]):
+                candidates = [self._candidate(count, options) for count in counts]
+                if self._can_try(candidates):
+                    scores[options] = fmean(map(self._score, candidates))
+            best = max(scores, key=scores.__getitem__, default=best)
+        return best
+
+    def best_plan(self, count: int, options: PlannerOptions, moves: bool) -> tuple[float, MeasuredPlan]:
+        """The best plan that was tried for a budget and its score; with `moves`, single steps are moved first."""
         facts, order = self._profile.facts, random.Random(0)
-        ties = TIES if facts.branches else (None,)
-        start = max(self._allowed((start, ties[0]) for start in starts), key=self._score)
-        best: Option = max(self._allowed((start[0], tie) for tie in ties), key=self._score)
-        better: Option | None = best
-        while better is not None:
-            best, (computed, tie) = better, better
-            moved = [(other, tie) for other in neighbors(computed, len(facts.noise), facts.starts)]
+        self._score(self._candidate(count, options))
+        while True:
+            best = max((c for c in self._tried if len(c[0]) == count), key=self._score)
+            moved = [(other, best[1]) for other in neighbors(best[0], len(facts.noise), facts.starts)] if moves else []
             order.shuffle(moved)
-            better = next((m for m in self._allowed(moved) if self._score(m) > self._score(best)), None)
-        return self._tried[best]
+            better = (m for m in moved if self._can_try([m]) and self._score(m) > self._score(best))
+            if next(better, None) is None:
+                return self._tried[best]
 
-    def _allowed(self, options: Iterable[Option]) -> Iterator[Option]:
-        """The options that were tried already, and others while trials are left; at least one is tried."""
-        for option in options:
-            if option in self._tried or len(self._tried) < max(self._bar.total, 1):
-                yield option
+    def _candidate(self, count: int, options: PlannerOptions) -> Candidate:
+        """The plan that the planner makes with these options; options that only matter for the schedule are reset."""
+        frontier = search_profile(self._profile.with_facts(options=options)).frontier
+        fitted = ("corrected_share", "depth", "branch_tie", "fitted_below")
+        computed = frontier[count].computed
+        return computed, PlannerOptions(**{name: getattr(options, name) for name in fitted})
 
-    def _score(self, option: Option) -> float:
-        if option not in self._tried:
-            (computed, tie), facts = option, self._profile.facts
-            branches, weights = () if tie is None else facts.branches, self._fitter.fit(computed, tie)
-            origin = (facts.noise, self._scheduler, computed)
-            plan = MeasuredPlan(*origin, weights, "polished", 0.0, branches, facts.guidance)
+    def _can_try(self, candidates: Sequence[Candidate]) -> bool:
+        new = len(set(candidates) - self._tried.keys())
+        return len(self._tried) + new <= self._bar.total or (new > 0 and not self._tried)
+
+    def _score(self, candidate: Candidate) -> float:
+        if candidate not in self._tried:
+            (computed, options), facts = candidate, self._profile.facts
+            branches = () if options.branch_tie is None else facts.branches
+            origin, weights = (facts.noise, self._scheduler, computed), self._fitter.fit(computed, options)
+            plan = MeasuredPlan(*origin, weights, "polished", 0.0, branches, facts.guidance, options.depth)
             values, _ = self._judge.run(_with_schedule(self._profile, plan), "psnr", computed)
-            self._tried[option] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
+            self._tried[candidate] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
             self._bar.update()
-        return self._tried[option][0]
+        return self._tried[candidate][0]
+
+
+def _same_budget(plan: MeasuredPlan, count: int, profile: Profile) -> bool:
+    return (len(plan.computed), plan.noise) == (count, profile.facts.noise)
 
 
 def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:
     """The profile with one more plan, in place of an older one of the same budget."""
     known = profile.facts.schedules
-    others = [s for s in known if (len(s.computed), s.noise) != (len(plan.computed), plan.noise)]
+    others = [other for other in known if not _same_budget(other, len(plan.computed), profile)]
     return profile.with_facts(schedules=(*others, plan))
 
 

@@ -21,9 +21,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from ..profiles import PlannerOptions
 from .error_model import Array, ErrorModel, solve_ridge
 
-OTHER_LAST_GAP_FACTORS = (1.0, 2.0, 6.0)  # instead of the planner's own, for schedules that are tried on the model
 WINDOW_GROWTH = 1.6  # computed step k of K of a growing window lies at (k / (K - 1)) ** WINDOW_GROWTH of the way
 
 # The steps of 28 that cache-dit 1.5 computes under its SCM presets.
@@ -113,15 +113,18 @@ class GapCosts:
         return sum(self.after(p, j)[k - j] for (p, j), (_, k) in pairwise(pairwise(marks)))
 
 
-def cheapest_schedules(costs: GapCosts, longest_gap: int) -> dict[int, tuple[int, ...]]:
+def cheapest_schedules(costs: GapCosts, longest_gap: int, first_steps: int = 1) -> dict[int, tuple[int, ...]]:
     """The cheapest schedule for every possible number of computed steps, by dynamic programming.
 
     A state is the pair of the last two computed steps. `best` has the cheapest way to each state with `count` computed
-    steps: its cost, with all gaps before the last computed step, and its computed steps.
+    steps: its cost, with all gaps before the last computed step, and its computed steps. The first `first_steps` steps
+    are computed in any schedule.
     """
-    best: dict[Pair, tuple[float, tuple[int, ...]]] = {(-1, costs.first): (0.0, (costs.first,))}
+    forced = tuple(range(costs.first, min(costs.first + first_steps, costs.steps)))
+    start: Pair = (-1, *forced)[-2:]  # type: ignore[assignment]
+    best: dict[Pair, tuple[float, tuple[int, ...]]] = {start: (0.0, forced)}
     found: dict[int, tuple[int, ...]] = {}
-    for count in range(1, costs.steps - costs.first + 1):
+    for count in range(len(forced), costs.steps - costs.first + 1):
         ends = {
             steps: cost + costs.after(*pair)[costs.steps - pair[1]]
             for pair, (cost, steps) in best.items()
@@ -166,13 +169,8 @@ class ScheduleSearch:
     @cached_property
     def frontier(self) -> dict[int, CandidateSchedule]:
         """The cheapest schedule for every number of computed steps."""
-        found = _cheapest(self._costs, self.model.options.longest_gap)
+        found = _cheapest(self._costs, self.model.options)
         return dict(zip(found, self._with_errors(list(found.values())), strict=True))
-
-    def alternatives(self, count: int) -> list[tuple[int, ...]]:
-        """Schedules with `count` computed steps worth trying on the model, the planner's own first."""
-        others = (_cheapest(self._gap_costs(f), self.model.options.longest_gap) for f in OTHER_LAST_GAP_FACTORS)
-        return list(dict.fromkeys([self.frontier[count].computed, *(other[count].computed for other in others)]))
 
     def evaluate(self, computed: tuple[int, ...], origin: str) -> CandidateSchedule:
         """A given schedule with its cost and its expected error."""
@@ -186,10 +184,8 @@ class ScheduleSearch:
 
     @cached_property
     def _costs(self) -> list[GapCosts]:
-        return self._gap_costs(self.model.options.last_gap_factor)
-
-    def _gap_costs(self, last_gap_factor: float) -> list[GapCosts]:
         """The gap costs of each range; only the gap at the end of the last range has no later steps to correct it."""
+        last_gap_factor = self.model.options.last_gap_factor
         gram, reach, ranges = self.model.measurements.merged.mean_gram, self.model.reach(), self.model.ranges
         factors = [1.0] * (len(ranges) - 1) + [last_gap_factor]
         return [
@@ -198,12 +194,12 @@ class ScheduleSearch:
         ]
 
 
-def _cheapest(ranges: Sequence[GapCosts], longest_gap: int) -> dict[int, CandidateSchedule]:
+def _cheapest(ranges: Sequence[GapCosts], options: PlannerOptions) -> dict[int, CandidateSchedule]:
     """The cheapest schedule for every number of computed steps, divided between the ranges at the lowest cost."""
     best: dict[int, CandidateSchedule] = {0: CandidateSchedule((), "")}
     for costs in ranges:
         joined: dict[int, CandidateSchedule] = {}
-        for (a, first), (b, second) in product(best.items(), _cheapest_of_range(costs, longest_gap).items()):
+        for (a, first), (b, second) in product(best.items(), _cheapest_of_range(costs, options).items()):
             cost = first.cost + second.cost
             if a + b not in joined or cost < joined[a + b].cost:
                 joined[a + b] = CandidateSchedule(first.computed + second.computed, second.origin, cost)
@@ -211,14 +207,20 @@ def _cheapest(ranges: Sequence[GapCosts], longest_gap: int) -> dict[int, Candida
     return dict(sorted(best.items()))
 
 
-def _cheapest_of_range(costs: GapCosts, longest_gap: int) -> dict[int, CandidateSchedule]:
-    """For every number of computed steps, the cheapest of the schedule found and the fixed ones."""
-    found, length = cheapest_schedules(costs, longest_gap), costs.steps - costs.first
+def _cheapest_of_range(costs: GapCosts, options: PlannerOptions) -> dict[int, CandidateSchedule]:
+    """For every number of computed steps, the cheapest of the schedule found and the fixed ones.
+
+    Fixed schedules without the first steps that must be computed are left out, unless nothing else has so few steps.
+    """
+    length = costs.steps - costs.first
+    found = cheapest_schedules(costs, options.longest_gap, options.first_steps)
     best = {}
     for count in range(1, length + 1):
         schedules = [(name, tuple(costs.first + s for s in steps)) for name, steps in fixed_schedules(length, count)]
         if count in found:
             schedules.insert(0, ("dynamic programming", found[count]))
         candidates = [CandidateSchedule(steps, name, costs.total(steps)) for name, steps in schedules]
-        best[count] = min(candidates, key=lambda candidate: candidate.cost)
+        forced = set(range(costs.first, costs.first + min(options.first_steps, count)))
+        allowed = [candidate for candidate in candidates if forced <= set(candidate.computed)]
+        best[count] = min(allowed or candidates, key=lambda candidate: candidate.cost)
     return best

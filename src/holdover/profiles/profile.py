@@ -36,6 +36,11 @@ Scalar = str | int | float | bool | None
 T = TypeVar("T")
 
 
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ProfileError(f"Invalid profile: {otherwise}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodProfile:
     """The constants of one model for one method, and what identifies that model.
@@ -173,10 +178,46 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
+class PlannerOptions:
+    """Constants of the planner that are not measured; trials on a model choose between values of each.
+
+    - `corrected_share`: how much of an error that is already visible to the last computed step is corrected by held
+      steps. The model has responded to that error; correcting all of it may overshoot.
+    - `growth_percentile`: schedules are searched for the error growth of so many percent of the generations; None
+      ignores the growth.
+    - `last_gap_factor`: how many times the cost of the last gap counts. No later step corrects its error.
+    - `longest_gap`: the largest distance between two computed steps.
+    - `first_steps`: how many steps at the start of each expert are computed in any case.
+    - `depth`: computed outputs that a held step is predicted from, at most.
+    - `branch_tie`: penalty on differences between the weights of branches, relative to the mean diagonal; None gives
+      all branches the same weights where weights are fitted on the model.
+    - `fitted_below`: held steps up to this noise level get weights fitted on the model, the others simulated ones.
+    """
+
+    corrected_share: float = 0.85
+    growth_percentile: float | None = 75.0
+    last_gap_factor: float = 3.0
+    longest_gap: int = 12
+    first_steps: int = 1
+    depth: int = 4
+    branch_tie: float | None = 1e-3
+    fitted_below: float = 0.5
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.corrected_share <= 1, f"its corrected_share is {self.corrected_share}, not 0 to 1")
+        percentile = self.growth_percentile
+        _require(percentile is None or 0 <= percentile <= 100, f"its growth_percentile is {percentile}, not 0 to 100")
+        least = min(self.longest_gap, self.first_steps, self.depth)
+        _require(least >= 1, f"its longest_gap, first_steps and depth must be at least 1, not {least}")
+        _require((self.branch_tie or 0.0) >= 0, f"its branch_tie is {self.branch_tie}")
+        _require(self.last_gap_factor >= 0, f"its last_gap_factor is {self.last_gap_factor}")
+
+
+@dataclass(frozen=True)
 class MeasuredPlan:
     """A plan that was run on the model itself, for one scheduler and its noise levels.
 
-    `weights` are those of the held steps one after the other, each over the last computed steps (at most four), for all
+    `weights` are those of the held steps one after the other, each over the last `depth` computed steps, for all
     branches together or for each of `branches`. `psnr` is its quality on prompts that the weights were not fitted to.
     """
 
@@ -188,6 +229,7 @@ class MeasuredPlan:
     psnr: float
     branches: tuple[str, ...] = ()
     guidance: float | None = None
+    depth: int = 4
 
 
 @dataclass(frozen=True)
@@ -219,7 +261,8 @@ class ProfileFacts:
     """Everything in a profile that is not an array: the model, how it was measured, and constants of the methods.
 
     `starts` has the first step of each expert; most models have one expert. The scheduler gets `scale[i]` times the
-    output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself.
+    output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself. `options` are those
+    that trials on the model chose, else the defaults.
     """
 
     name: str
@@ -244,6 +287,8 @@ class ProfileFacts:
     mag_cache: tuple[tuple[str, MagCacheProfile], ...] = ()
     schedules: tuple[MeasuredPlan, ...] = ()
     certificates: tuple[Certificate, ...] = ()
+    effort: str = "quick"
+    options: PlannerOptions = PlannerOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,8 +404,3 @@ def _is_square(array: NDArray[np.float64], size: int) -> bool:
 
 def _finite(name: str, values: Iterable[float]) -> None:
     _require(all(math.isfinite(value) for value in values), f"{name} must be finite numbers")
-
-
-def _require(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise ProfileError(f"Invalid profile: {otherwise}.")

@@ -1,0 +1,75 @@
+"""`calibrate(effort=...)`: trials choose the planner's options and plans for the budgets asked for."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+import pytest
+
+import holdover
+from holdover.plan.error_model import DEFAULT_OPTIONS
+from holdover.profiles import PlannerOptions, Profile
+
+from .tuned import CALIBRATION, generate, pipeline
+
+TRIALS = import_module("holdover.plan.polish")  # the name is that of the function, too
+FEW = {"corrected_share": (0.85, 1.0), "depth": (2, 6)}
+
+
+@cache
+def calibrated(effort: str, steps: int, *budgets: int) -> Profile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TRIALS, "VARIANTS", FEW)
+        patch.setattr(TRIALS, "MAX_TRIALS", 2)
+        return holdover.calibrate(pipeline(), CALIBRATION, steps, effort=effort, budgets=budgets, progress=False)
+
+
+def test_quick_tries_nothing():
+    facts = calibrated("quick", 8, 3).facts
+    assert (facts.effort, facts.options, facts.schedules) == ("quick", DEFAULT_OPTIONS, ())
+
+
+@pytest.mark.parametrize(("effort", "steps", "budgets"), [("standard", 8, (5, 6, 7)), ("thorough", 4, (2, 3))])
+def test_plans_of_few_steps_are_tried_and_run(effort, steps, budgets, tmp_path):
+    profile = calibrated(effort, steps, *budgets)
+    assert profile.facts.effort == effort
+    stored = {len(plan.computed): plan.computed for plan in profile.facts.schedules}  # those better than quick's
+    assert stored.keys() <= set(budgets)
+    loaded = Profile.load(profile.save(tmp_path / "p.safetensors"))
+    assert loaded.facts.options == profile.facts.options
+    for budget in budgets:
+        with holdover.enable(pipeline(), "plan", profile=loaded, budget=budget, guard=False) as cache:
+            pipeline()("yellow car", num_inference_steps=steps, output_type="pt")
+            computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}
+            assert len(computed) == budget
+            assert ("polished" in str(cache.stats())) == (budget in stored)
+            assert tuple(sorted(computed)) == stored.get(budget, tuple(sorted(computed)))
+
+
+def test_options_of_the_profile_are_those_of_the_planner():
+    profile = calibrated("quick", 8, 3).with_facts(options=PlannerOptions(first_steps=3))
+    with holdover.enable(pipeline(), "plan", profile=profile, budget=4, guard=False) as cache:
+        generate()
+        computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}
+    assert {0, 1, 2} <= computed
+
+
+def test_a_plan_may_use_more_past_outputs_than_four():
+    profile = calibrated("quick", 8, 3).with_facts(options=PlannerOptions(depth=6))
+    images = []
+    for options in (PlannerOptions(depth=6), DEFAULT_OPTIONS):
+        with holdover.enable(pipeline(), "plan", profile=profile.with_facts(options=options), budget=7, guard=False):
+            images.append(generate())
+    assert images[0].isfinite().all()
+
+
+def test_what_cannot_be_calibrated_is_refused_before_anything_runs():
+    with pytest.raises(holdover.ConfigError, match="Did you mean 'standard'"):
+        holdover.calibrate(pipeline(), CALIBRATION, 4, effort="standart")
+    with pytest.raises(holdover.ConfigError, match="needs two prompts"):
+        holdover.calibrate(pipeline(), CALIBRATION[:1], 4, effort="standard")
+    with pytest.raises(holdover.ConfigError, match="A budget is"):
+        holdover.calibrate(pipeline(), CALIBRATION, 4, effort="standard", budgets=["fast"])
+    with pytest.raises(holdover.ProfileError, match="corrected_share"):
+        PlannerOptions(corrected_share=2.0)
