@@ -22,12 +22,12 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 from holdover.grid import Grid
-from holdover.plan.measure import EFFORTS
 from holdover.plan.search import growing, uniform
 from holdover.policies.base import schedule
 from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import Profile
+from holdover.profiles.profile import EFFORTS
 
 from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer
 from .verdict import PLAN, POLISHED
