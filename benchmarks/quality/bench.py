@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -300,6 +300,21 @@ class Bench:
             batch_size=self.scale.batch,
             progress=False,
         )
+
+    def calibrate(self, sampling: Sampling, effort: str, budgets: Sequence[int]) -> Profile:
+        """The model measured with some effort for these budgets, on as many prompts as plans are polished on."""
+        with self._scheduler(sampling.scheduler):
+            return holdover.calibrate(
+                self.pipe,
+                self.calibration_prompts[: self.scale.polished_on],
+                sampling.steps,
+                guidance_scale=sampling.guidance,
+                effort=effort,
+                budgets=budgets,
+                batch_size=self.scale.batch,
+                progress=False,
+                **self.scale.call,
+            )
 
     def profile_file(self, sampling: Sampling) -> str:
         """The profile as a file, for methods that read their constants from one."""

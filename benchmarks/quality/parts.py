@@ -29,6 +29,7 @@ OURS: dict[str, Table] = {
     "plan, polished": rows.polished,
     "plan without a profile": rows.unmeasured,
 }
+FEW_STEPS, FEW_BUDGETS = 8, (5, 6, 7)
 OTHERS: dict[str, Table] = {
     "hold, uniform": rows.held,
     "fewer steps": rows.fewer_steps,
@@ -48,7 +49,7 @@ OTHERS: dict[str, Table] = {
 
 def all_parts(scale: Scale) -> dict[str, Part]:
     """Every part by name; those that the verdict needs come first."""
-    main, short = Sampling(scale.steps), Sampling(scale.fewer_steps)
+    main, short, few = Sampling(scale.steps), Sampling(scale.fewer_steps), Sampling(FEW_STEPS)
     beyond = (*scale.budgets, *scale.beyond)
     fewer: dict[str, Table] = {"plan, transferred": rows.transferred, **OURS, **OTHERS}
     return {
@@ -64,6 +65,10 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "schedulers": studies.use_under_other_schedulers,
         "residuals": studies.store_residuals,
         **{_name(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
+        _name("effort", main): _table(rows.efforts, main, scale.budgets),
+        _name("effort", short): _table(rows.efforts, short, scale.fewer_budgets),
+        _name("effort", few): _table(rows.efforts, few, FEW_BUDGETS),
+        _name("fewer steps", few): _table(rows.fewer_steps, few, FEW_BUDGETS),
     }
 
 

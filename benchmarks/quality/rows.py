@@ -27,6 +27,7 @@ from holdover.policies.base import schedule
 from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import Profile
+from holdover.profiles.profile import EFFORTS
 
 from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer
 from .verdict import PLAN, POLISHED
@@ -74,6 +75,16 @@ def held(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
 def fewer_steps(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
     """No cache, fewer steps, of both orders."""
     return [bench.row(fewer(budget, order), sampling, budget) for order in (1, 2) for budget in budgets]
+
+
+def efforts(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
+    """Plans of each effort, calibrated on the same prompts for these budgets."""
+    profiles = {effort: bench.calibrate(sampling, effort, budgets) for effort in EFFORTS}
+    return [
+        bench.row(plan(profile, f"plan, {effort}", budget=budget), sampling, budget)
+        for effort, profile in profiles.items()
+        for budget in budgets
+    ]
 
 
 def polished(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:

@@ -36,6 +36,7 @@ def test_calibrate_writes_a_profile(profile: Path) -> None:
 
 BAD = {
     "another suffix": (["calibrate", "--out", "profile.json"], "--out must end in .safetensors"),
+    "an unknown effort": (["calibrate", "--effort", "standart"], "Did you mean 'standard'"),
     "no prompts": (["calibrate", "--num", "0"], "--num must be 1 or more"),
     "a file that is not there": (["calibrate", "--prompts", "none.txt"], "No prompts could be read from none.txt"),
 }

@@ -41,12 +41,15 @@ def calibrate(
     model: ModelSettings,
 ) -> None:
     """Measure the constants of all methods on a few uncached images, and write them to a profile."""
-    from ..profiles.profile import SUFFIX
+    from ..profiles.profile import EFFORTS, SUFFIX
 
     check_range(1, num=num, steps=steps, batch_size=batch_size)
     check_range(0, seed=seed, guidance=guidance)
     if store not in _STORES:
         raise ConfigError(f"--store must be one of {', '.join(_STORES)}, not {store!r}.{did_you_mean(store, _STORES)}")
+    if effort not in EFFORTS:
+        names = ", ".join(EFFORTS)
+        raise ConfigError(f"--effort must be one of {names}, not {effort!r}.{did_you_mean(effort, EFFORTS)}")
     if out.suffix != SUFFIX:
         raise ConfigError(f"--out must end in {SUFFIX}, not {out.name!r}.")
     if out.exists():

@@ -31,6 +31,7 @@ from ..metrics import each, psnr
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile
+from ..profiles.profile import EFFORTS
 from ..teacache.estimate import SignalMeasure
 from .calls import (
     GENERATIONS,
@@ -53,7 +54,6 @@ from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_m
 from .search import growing
 
 logger = logging.getLogger(__name__)
-EFFORTS = ("quick", "standard", "thorough")
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
 _POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
 _LIBRARIES = ("holdover", "torch", "diffusers", "transformers")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FORMAT = "holdover-measured-profile"
 VERSION = 1
 SUFFIX = ".safetensors"
+EFFORTS = ("quick", "standard", "thorough")  # how much a calibration tried on the model
 _ENTRY = "holdover"
 
 Scalar = str | int | float | bool | None
