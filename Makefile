@@ -26,8 +26,8 @@ browser:
 	  && apt-get update -qq && apt-get install -y -qq chromium; } || echo "Chromium is not here: its tests are skipped."
 
 lint: setup
-	$(BIN)/ruff check src tests benchmarks examples training docs
-	$(BIN)/ruff format --check src tests benchmarks examples training docs
+	$(BIN)/ruff check src tests benchmarks examples training docs comfyui
+	$(BIN)/ruff format --check src tests benchmarks examples training docs comfyui
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -16,7 +16,7 @@ from .errors import HoldoverError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COMPUTED, _HELD = "#0a7d72", "#c9c6bd"  # colors of computed and held steps
+COMPUTED_COLOR, HELD_COLOR = "#0a7d72", "#c9c6bd"  # colors of computed and held steps
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class GenerationStats:
         for branch in self.branches:
             strip = ""
             for f in self.of_branch(branch):
-                color, title = _COMPUTED if f.computed else _HELD, escape(f"step {f.step}: {f.reason}")
+                color, title = COMPUTED_COLOR if f.computed else HELD_COLOR, escape(f"step {f.step}: {f.reason}")
                 strip += f'<span style="{cell}{color}" title="{title}"></span>'
             counts = f"{self.computed[branch]} computed, {self.held[branch]} held"
             cells = f'<td>{escape(branch)}</td><td style="white-space:nowrap">{strip}</td><td>{counts}</td>'
@@ -138,7 +138,7 @@ class GenerationStats:
         strip, times = figure.subplots(2, 1, sharex=True, height_ratios=(0.6 + 0.4 * len(branches), 3))
         for row, branch in enumerate(branches):
             forwards, width = self.of_branch(branch), 0.86 / len(branches)
-            steps, colors = [f.step for f in forwards], [_COMPUTED if f.computed else _HELD for f in forwards]
+            steps, colors = [f.step for f in forwards], [COMPUTED_COLOR if f.computed else HELD_COLOR for f in forwards]
             strip.barh([row] * len(steps), 0.86, 0.8, [step - 0.43 for step in steps], color=colors)
             left = [step - 0.43 + row * width for step in steps]
             times.bar(left, [1000 * f.clock() for f in forwards], width, color=colors, align="edge")
@@ -149,7 +149,7 @@ class GenerationStats:
         strip.set_title(str(self).splitlines()[0], loc="left", size=10)
         times.set(xlabel="step", ylabel="ms per forward")
         times.spines[["top", "right"]].set_visible(False)
-        legend = [Patch(color=_COMPUTED, label="computed"), Patch(color=_HELD, label="held")]
+        legend = [Patch(color=COMPUTED_COLOR, label="computed"), Patch(color=HELD_COLOR, label="held")]
         times.legend(handles=legend, frameon=False, ncols=2, loc="upper right")
         plt.close(figure)  # so that a notebook shows it once, as the value of the cell
         return figure

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdover
 from holdover.grid import Grid
-from holdover.methods.easy_cache import _add_difference
+from holdover.methods.easy_cache import add_difference
 from holdover.methods.sea_cache import filter_noise, find_channels, find_token_grid
 from holdover.models.inputs import iter_tensors
 from holdover.policies.base import schedule
@@ -120,9 +120,9 @@ def test_easy_cache_is_the_rule_of_its_paper(tiny, threshold):
 
 def test_easy_cache_holds_the_difference_over_the_channels_that_input_and_output_share():
     output, entered, latent = torch.randn(3, 1, 6, 2, generator=torch.Generator().manual_seed(0)).unbind()
-    narrow = _add_difference(output[:, :4], entered, latent)  # an input with conditions behind the latents
+    narrow = add_difference(output[:, :4], entered, latent)  # an input with conditions behind the latents
     assert torch.equal(narrow, latent[:, :4] + (output[:, :4] - entered[:, :4]))
-    wide = _add_difference(output, entered[:, :4], latent[:, :4])  # an output with variances behind the mean
+    wide = add_difference(output, entered[:, :4], latent[:, :4])  # an output with variances behind the mean
     assert torch.equal(wide[:, :4], narrow)
     assert torch.equal(wide[:, 4:], output[:, 4:])
 

@@ -82,7 +82,7 @@ class DifferenceRunner(OutputRunner):
         tensors, latents = list(held.tensors), self._latents(call)
         for number, (output, entered, latent) in enumerate(zip(held.tensors, held.entered, latents, strict=False)):
             if output is not None and output.ndim == latent.ndim:
-                tensors[number] = _add_difference(output, entered, latent)
+                tensors[number] = add_difference(output, entered, latent)
         return held.copy_with(tensors).build_output()
 
     def _latents(self, call: ForwardCall) -> tuple[torch.Tensor, ...]:
@@ -90,7 +90,7 @@ class DifferenceRunner(OutputRunner):
         return inputs.get_latents(inputs.bind(call.args, call.kwargs))
 
 
-def _add_difference(output: torch.Tensor, entered: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+def add_difference(output: torch.Tensor, entered: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     """The latent plus the output minus the input it was computed from, where the two have the same channels.
 
     The input may have more, which are conditions, and the output may have more, such as variances.
