@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from ...errors import HoldoverError
 from ..errors import ApiError
 from ..launch import ServeError, configure_logging, free_port
-from ..queue import Event, GeneratedImage, ImageSpec, QueueItem, follow
+from ..queue import Event, Generated, ImageSpec, QueueItem, follow
 from ..schemas import CacheReport
 from ..settings import RaySettings, api_keys
 from ..validation import ModelInfo
@@ -111,7 +111,7 @@ class Replica:
         try:
             while left:
                 index, event = await events.get()
-                left -= isinstance(event, (GeneratedImage, ApiError))
+                left -= isinstance(event, Generated | ApiError)
                 yield index, event
         finally:
             for item in items:
