@@ -326,9 +326,11 @@ def test_old_videos_and_the_oldest_make_room(tmp_path: Path) -> None:
         assert folder.save(record.model_copy(update={"status": "completed"}))
         ids.append(record.id)
     (tmp_path / f"{new_video(9).id}.mp4").touch()  # of a process that was killed while it deleted
+    (tmp_path / "video_of_my_cat.mp4").touch()  # not ours
     assert [video.id for video in folder.page(None, 10, descending=False).data] == ids[1:]
     waiting = folder.create(new_video(3), SPEC)
-    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == [f"{one}.mp4" for one in ids[1:]]
+    names = sorted(path.name for path in tmp_path.glob("*.mp4"))
+    assert names == [*(f"{one}.mp4" for one in ids[1:]), "video_of_my_cat.mp4"]
     old = folder.get(ids[1])
     (tmp_path / f"{old.id}.json").write_text(
         old.model_copy(update={"expires_at": int(time.time()) - 1}).model_dump_json()

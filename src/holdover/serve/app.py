@@ -68,6 +68,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await backend.start()
+        videos.start()
         yield
         await videos.stop(settings.grace)
         await backend.stop()

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"video_[0-9a-f]{28}")
 _BYTES_PER_PIXEL = 0.5  # of an MP4, more than usual: for the check before the work
+_CLEAN_EVERY = 300.0  # seconds
 _RESTARTED = VideoError(code="server_stopped", message="The server stopped before the video was finished.")
 _SHUT_DOWN = VideoError(code="server_stopped", message="The server was shut down before the video was finished.")
 Variant = Literal["video", "plain"]
@@ -61,8 +62,9 @@ class VideoFolder:
         with self._lock, self._errors():
             if self._alive is None:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._alive = (self.path / f".{self._own}.alive").open("w")
-                fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alive = (self.path / f".{self._own}.alive").open("w")
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._alive = alive
             self._purge()
             needed = spec.frames * spec.size[0] * spec.size[1] * _BYTES_PER_PIXEL * (2 if spec.compare else 1)
             if (free := shutil.disk_usage(self.path).free) < needed:
@@ -135,6 +137,11 @@ class VideoFolder:
         if variant == "plain" and record.comparison is None:
             raise invalid("Only a video generated with compare has the variant plain.", "variant")
         return self.path / (f"{video}.plain.mp4" if variant == "plain" else f"{video}.mp4")
+
+    def purge(self) -> None:
+        """Delete what is over the limits."""
+        with self._lock, contextlib.suppress(OSError):
+            self._purge()
 
     def close(self) -> None:
         """Release the lock of this process."""
@@ -234,7 +241,7 @@ class VideoFolder:
             with contextlib.suppress(FileNotFoundError):
                 if video in records:
                     sizes[video] = sizes.get(video, 0) + path.stat().st_size
-                else:
+                elif _ID.fullmatch(video):
                     path.unlink()
         finished = [one for one, record in records.items() if record.status == "completed"]
         for one in finished[:-1]:
@@ -252,6 +259,17 @@ class VideoJobs:
         self._tasks: dict[str, tuple[QueueItem, asyncio.Task[None]]] = {}
         self._started = set[str]()
         self._closed = False
+        self._cleaning: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Delete what is over the limits, now and every few minutes."""
+
+        async def clean() -> None:
+            while True:
+                await asyncio.to_thread(self.folder.purge)
+                await asyncio.sleep(_CLEAN_EVERY)
+
+        self._cleaning = asyncio.create_task(clean())
 
     async def create(self, spec: VideoSpec, model: str, notes: list[str]) -> Video:
         """Put a video in the queue."""
@@ -298,6 +316,8 @@ class VideoJobs:
     async def stop(self, seconds: float) -> None:
         """Cancel what is in the queue, and what is not finished after so many seconds; their records say so."""
         self._closed = True
+        if self._cleaning is not None:
+            self._cleaning.cancel()
         for video in list(self._tasks):
             if video not in self._started:
                 await self._abandon(video)
