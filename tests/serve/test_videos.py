@@ -93,7 +93,7 @@ def alike(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 @contextmanager
 def serving(pipeline: Any, folder: Path, **settings: Any) -> Iterator[Tiny]:
     model = ServedModel("tiny", pipeline)
-    limits = {"queue_size": 2, "max_images": 1, "max_size": 128, "max_frames": 33, "max_steps": 50}
+    limits = {"queue_size": 2, "max_images": 1, "max_size": 1024, "max_frames": 33, "max_steps": 50}
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:  # not for servers that other fixtures start
             patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
@@ -198,7 +198,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"seconds": 1, "num_frames": 5}, 400, "num_frames", "send only one"),
     ({"fps": 0}, 400, "fps", "greater than or equal to 1"),
     ({"size": "60x64"}, 400, "size", "multiples of 16"),
-    ({"size": "256x64"}, 413, "size", "128 pixels"),
+    ({"size": "2048x64"}, 413, "size", "1024 pixels"),
     ({"num_frams": 5}, 400, "num_frams", "Did you mean 'num_frames'?"),
     ({"cache": {"method": "easy_cach"}}, 400, "cache.method", "Did you mean 'easy_cache'?"),
     ({"model": "tini"}, 404, "model", "Did you mean 'tiny'?"),
@@ -268,6 +268,9 @@ def test_a_full_disk_fails_the_job_and_not_the_server(tiny: Tiny, tmp_path: Path
     assert tiny.files(video) == [f"{video}.json"]
     failed = tiny.http.get(f"/v1/videos/{video}/content").json()["error"]
     assert (failed["code"], "No space left" in failed["message"]) == ("video_failed", True)
+    too_wide = {"size": "1024x16", "cache": NONE}  # for this model's position embeddings
+    broken = tiny.http.post("/v1/videos", json=FIELDS | {"prompt": "x"} | too_wide, headers={"x-request-id": "wide"})
+    assert "its log says why, under wide." in tiny.finished(broken.json()["id"])["error"]["message"]
     assert tiny.finished(tiny.post().json()["id"])["status"] == "completed"
 
     (tmp_path / "file").touch()

@@ -352,7 +352,10 @@ class VideoJobs:
                 changes = {"status": "completed", "progress": 100, "completed_at": int(time.time())}
                 changes |= {"holdover": event.info, "comparison": event.comparison}
             elif isinstance(event, ApiError):
-                changes = {"status": "failed", "error": VideoError(code=event.code, message=event.detail)}
+                message = event.detail
+                if event.code == "internal":  # a request for the state has another id
+                    message = f"The server failed at this video; its log says why, under {item.spec.request_id}."
+                changes = {"status": "failed", "error": VideoError(code=event.code, message=message)}
             record = record.model_copy(update=changes)
             if not await asyncio.to_thread(self.folder.save, record):
                 item.future.cancel()  # another process has deleted it
