@@ -156,7 +156,10 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
     config: Any = transformer.config
     patch = getattr(config, "patch_size", 1)
     side = patch[-1] if isinstance(patch, (tuple, list)) else patch
-    spatial = int(_first_attribute(pipeline, _SPATIAL) or 8)
+    processor = getattr(pipeline, "video_processor", None)
+    scale = 8 if processor is None else processor.config.vae_scale_factor
+    spatial = int(_first_attribute(pipeline, _SPATIAL) or scale)
+    frames = getattr(config, "sample_frames", None) or pipeline.config.get("sample_frames")
     size = list(image_size(pipeline))
     for index, axis in enumerate(("width", "height")):
         latents = getattr(config, f"sample_{axis}", None)
@@ -183,7 +186,7 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
         guidance=_default_number(parameters, "guidance_scale"),
         cfg_scale=_default_number(parameters, "true_cfg_scale"),
         video=VideoDefaults(
-            num_frames=int(_default_number(parameters, "num_frames") or getattr(config, "sample_frames", None) or 17),
+            num_frames=int(_default_number(parameters, "num_frames") or frames or 17),
             fps=next((rate for name in _RATES if (rate := _default_number(parameters, name))), _USUAL_RATE),
             multiple=int(_first_attribute(pipeline, _TEMPORAL) or 1),
             image="none" if takes_image is None else "required" if needs_image else "optional",
