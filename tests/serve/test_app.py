@@ -78,6 +78,7 @@ def test_a_model_has_its_defaults_and_limits(server: Server) -> None:
     assert (model["id"], model["size"], model["steps"], model["partial_images"]) == ("emoji", "64x64", 30, True)
     assert model["styles"]["fluent3d"] == "glossy 3d style"
     limits = {"max_size": 1024, "max_steps": 100, "max_images": 4, "max_prompt": 1000, "max_previews": 20}
+    limits["max_frames"] = 161
     assert model["limits"] == limits
     assert (model["square"], model["guidance"], model["negative_prompt"], model["edits"]) == (True, 3.0, True, False)
     assert server.http.get("/v1/models/emoji").json() == model

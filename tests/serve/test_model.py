@@ -19,7 +19,8 @@ from holdover.serve import Settings
 from holdover.serve.images import encode_image
 from holdover.serve.model import PreviewDecoder, ServedModel, latents_decoder, load_model, to_pixels
 from holdover.serve.queue import ImageSpec, Pixels
-from tiny.prompted import prompted_flux, prompted_wan
+from tiny.pipelines import PIPELINES
+from tiny.prompted import prompted_flux
 
 GUIDANCE = (("guidance_scale", 2.0),)
 
@@ -46,7 +47,7 @@ def test_a_pipeline_with_a_vae_describes_itself(model: ServedModel) -> None:
 
 def test_a_pipeline_that_generates_no_images_is_refused() -> None:
     with pytest.raises(EnableError, match="generates no images"):
-        ServedModel("tiny", prompted_wan())
+        ServedModel("tiny", PIPELINES["StableAudioPipeline"].build())
 
 
 def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
@@ -94,3 +95,21 @@ def test_a_png_has_the_exact_pixels_and_is_resized_on_request() -> None:
     )
     assert same.tobytes() == pixels.tobytes()
     assert larger.size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "frames", "fps", "image"),
+    [
+        ("WanImageToVideoPipeline[2.2]", (832, 480, 16), (81, 4), 16, "required"),
+        ("LTXPipeline", (704, 512, 32), (161, 8), 25, "none"),
+        ("HunyuanVideoPipeline", (1280, 720, 16), (129, 4), 16, "none"),
+    ],
+)
+def test_a_video_pipeline_describes_its_videos(
+    name: str, size: tuple[int, ...], frames: tuple[int, int], fps: float, image: str
+) -> None:
+    info = ServedModel("tiny", PIPELINES[name].build()).info
+    assert info.video is not None
+    assert (*info.size, info.size_multiple) == size
+    assert (info.video.num_frames, info.video.multiple) == frames
+    assert (info.video.fps, info.video.image) == (fps, image)

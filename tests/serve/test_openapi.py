@@ -65,6 +65,9 @@ def test_the_document_is_complete(url: str) -> None:
         "/v1/images/generations",
         "/v1/images/edits",
         "/v1/images/compare",
+        "/v1/videos",
+        "/v1/videos/{video_id}",
+        "/v1/videos/{video_id}/content",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/cache",
@@ -86,6 +89,17 @@ def test_the_document_is_complete(url: str) -> None:
     edit = document["components"]["schemas"]["EditRequest"]
     assert edit["required"] == ["image", "prompt"]
     assert set(edit["properties"]) == {*request["properties"], "image", "strength", "input_fidelity"}
+    video = document["components"]["schemas"]["VideoRequest"]["properties"]
+    assert set(video) - set(request["properties"]) == {
+        "seconds",
+        "num_frames",
+        "fps",
+        "input_reference",
+        "guidance_scale_2",
+        "compare",
+    }
+    form = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]["$ref"]
+    assert document["components"]["schemas"][form.rpartition("/")[2]]["properties"].keys() == video.keys()
     for path in document["paths"].values():
         for operation in path.values():
             assert operation["summary"]

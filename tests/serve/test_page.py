@@ -13,7 +13,7 @@ import pytest
 from holdover.selector import methods
 from holdover.serve import running
 from holdover.serve.model import ServedModel
-from tiny.prompted import prompted_qwen
+from tiny.prompted import prompted_qwen, prompted_wan
 
 from .servers import PATIENCE, Server
 
@@ -229,6 +229,50 @@ def test_a_wrong_key_is_called_wrong_and_another_model_has_other_fields(browser:
     assert "guidance" not in sent
     expect(page.locator("#plain img")).to_have_js_property("naturalWidth", 96)
     assert "negative=blur" in page.url
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A tiny Wan 2.2 behind a key."""
+    model, folder = ServedModel("tiny", prompted_wan()), tmp_path_factory.mktemp("videos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdover.serve.worker.load_model", lambda settings: model)
+        patch.setenv("HOLDOVER_API_KEYS", "right")
+        with running(model="tiny", video_dir=str(folder)) as server:
+            yield server.url
+
+
+def test_videos_play_side_by_side(browser: Browser, wan: str) -> None:
+    page, messages = browser.new_context().new_page(), list[str]()
+    page.on("console", lambda m: messages.append(m.text) if "401" not in m.text else None)
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.set_default_timeout(1000 * PATIENCE)
+    page.goto(wan)
+    page.fill("#key", "right")
+    page.press("#key", "Enter")
+    expect(page.locator("#frames")).to_have_value("81")
+    for field, value in {"size": "96x64", "frames": "9", "steps": "12", "guidance": "1"}.items():
+        page.fill(f"#{field}", value)
+    page.check("[value=easy_cache]", force=True)
+    page.fill("[data-setting=threshold]", "0.5")
+    page.click("#generate")
+    expect(page.locator("#psnr")).to_contain_text("dB")
+    shown = page.locator("video").evaluate_all(
+        "all => all.map((v) => [v.videoWidth, v.videoHeight, v.duration, v.paused])"
+    )
+    assert shown == [[96, 64, 0.5625, False]] * 2
+    assert page.locator("#plain .cell.h").count() == 0
+    assert page.locator("#cached .cell.h").count() > 0
+    assert "frames=9" in page.url
+    expect(page.locator("#ssim")).to_be_hidden()
+    page.fill("#steps", "100")
+    page.click("#generate")
+    expect(page.locator("#plain .time")).to_contain_text("of 100")
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    assert messages == []
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=ARTIFACTS / "videos.png", full_page=True)
 
 
 def test_the_api_page_works_without_the_internet(browser: Browser, server: Server) -> None:

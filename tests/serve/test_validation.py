@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from holdover.selector import methods, own_config
 from holdover.serve.errors import ApiError
 from holdover.serve.queue import ImageSpec
-from holdover.serve.schemas import ImageRequest
+from holdover.serve.schemas import ImageRequest, VideoDefaults, VideoRequest
 from holdover.serve.settings import Settings
-from holdover.serve.validation import ModelInfo, method_infos, preview_steps, requested_cache, settings_schema, validate
+from holdover.serve.validation import (
+    ModelInfo,
+    method_infos,
+    preview_steps,
+    requested_cache,
+    settings_schema,
+    validate,
+    validate_video,
+)
 
 NONE = own_config("none", {})
 FLUX = ModelInfo(
@@ -143,3 +153,36 @@ def test_the_negative_prompt_of_the_server_is_used_where_a_request_has_none() ->
     for request, wanted in (({}, "blue"), ({"negative_prompt": "red"}, "red")):
         (found,) = validate(ImageRequest(prompt="x", **request), FLUX, settings, NONE)
         assert found.negative_prompt == wanted
+
+
+LTX = replace(
+    FLUX,
+    name="ltx",
+    parameters=frozenset({"frame_rate"}),
+    video=VideoDefaults(num_frames=161, fps=25, multiple=8, image="optional"),
+)
+
+
+def test_a_video_has_the_models_defaults_and_the_shape_of_its_image() -> None:
+    found = validate_video(VideoRequest(prompt="x"), LTX, Settings(), NONE)
+    assert (found.frames, found.fps, found.size, found.steps, found.batchable) == (161, 25, (512, 512), 28, False)
+    large = Image.new("RGB", (1024, 512))
+    assert validate_video(VideoRequest(prompt="x"), LTX, Settings(), NONE, image=large).size == (720, 352)
+    for seconds, frames in (("4", 97), (0.01, 1), ("1.0", 25)):
+        assert validate_video(VideoRequest(prompt="x", seconds=seconds), LTX, Settings(), NONE).frames == frames
+
+
+@pytest.mark.parametrize(
+    ("model", "request_", "said"),
+    [
+        (LTX, {"fps": 12.5}, "fps is 12.5; ltx takes whole numbers."),
+        (LTX, {"guidance_scale_2": 3.0}, "ltx has no second guidance scale."),
+        (LTX, {"guidance": 3.0}, "ltx has no guidance scale."),
+        (LTX, {"num_frames": 160}, "ltx generates a multiple of 8 plus 1, such as 161."),
+        (FLUX, {}, "flux generates images: use /v1/images/generations."),
+    ],
+)
+def test_what_a_model_cannot_make_of_a_video_is_said(model: ModelInfo, request_: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        validate_video(VideoRequest(prompt="x", **request_), model, Settings(), NONE)
+    assert said in refused.value.detail

@@ -19,9 +19,9 @@ from transformers import (
 
 from .models_image import QWEN
 from .pipelines_image import FLUX_FLOW, WIDTH, byte_tokenizer, flow, flux, model
-from .pipelines_video import wan22, wan_vae
+from .pipelines_video import wan22, wan22_image, wan_vae
 
-__all__ = ["prompted_flux", "prompted_qwen", "prompted_wan"]
+__all__ = ["prompted_flux", "prompted_qwen", "prompted_wan", "prompted_wan_image"]
 
 _TOKENS = 32  # a prompt of 512 tokens would take most of a tiny model's time
 _VOCABULARY = 257
@@ -103,5 +103,15 @@ def prompted_wan() -> d.WanPipeline:
     encoder = t5(UMT5EncoderModel, UMT5Config)
     parts = plain.components | {"text_encoder": encoder, "tokenizer": tokenizer(), "vae": wan_vae()}
     pipe = ShortWanPipeline(**parts, boundary_ratio=plain.config.boundary_ratio)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def prompted_wan_image() -> d.WanImageToVideoPipeline:
+    """Wan 2.2 that starts from an image."""
+    plain = wan22_image()
+    encoder = t5(UMT5EncoderModel, UMT5Config)
+    parts = plain.components | {"text_encoder": encoder, "tokenizer": tokenizer()}
+    pipe = d.WanImageToVideoPipeline(**parts, boundary_ratio=plain.config.boundary_ratio)
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -1,4 +1,4 @@
-"""An image server with OpenAI's API and a cache per request. Importing this package imports no torch.
+"""An image and video server with OpenAI's API and a cache per request. Importing this package imports no torch.
 
 One request: `schemas.ImageRequest` -> `validation` -> `queue.QueueItem` with a future -> `worker` -> response.
 
@@ -6,6 +6,7 @@ One request: `schemas.ImageRequest` -> `validation` -> `queue.QueueItem` with a 
 app          paths and responses              middleware   around every request: access, limits, metrics, the log
 schemas      requests and responses           validation   what a request may ask for: documented and checked
 images       image files and forms            errors       errors in the shape of OpenAI's API
+videos       video files, records and jobs
 queue        items with futures, batches      worker       the thread that owns the pipeline and its cache
 model        the pipeline, previews           metrics      Prometheus
 connections  slow and too many clients        launch       starting a server, and its log

@@ -9,10 +9,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,20 +21,25 @@ from .. import __version__
 from ..metrics import LPIPS_SIDE, SSIM_WINDOW, lpips, psnr, ssim
 from . import schemas
 from .errors import EXCEPTION_HANDLERS, ApiError, error_responses, invalid
-from .images import decode_png, encode_image, read_edit_form
+from .images import decode_png, encode_image, read_edit, read_video_request
 from .metrics import CONTENT_TYPE, RequestMetrics
 from .middleware import RequestMiddleware
 from .queue import Events, GeneratedImage, ImageBackend, Preview, QueueItem, follow
 from .settings import Settings
 from .validation import (
+    CONTENT_RESPONSE,
     EDIT_BODY,
     IMAGES_RESPONSE,
+    VIDEO_BODY,
+    check_kind,
     format_size,
     ignored_fields,
     method_infos,
     openapi_document,
     validate,
+    validate_video,
 )
+from .videos import Variant, VideoJobs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,12 +63,14 @@ def create_app(
         from .worker import Worker  # not needed where replicas do the work
 
         backend = Worker(settings)
-    metrics = RequestMetrics(backend.queue_length)
+    metrics, videos = RequestMetrics(backend.queue_length), VideoJobs(settings, backend)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await backend.start()
+        videos.start()
         yield
+        await videos.stop(settings.grace)
         await backend.stop()
 
     documents: dict[str, dict[str, Any]] = {}  # by default method
@@ -80,13 +87,16 @@ def create_app(
     app = FastAPI(title="holdover", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.exception_handlers.update(EXCEPTION_HANDLERS)
     app.state.backend, app.state.settings, app.state.metrics = backend, settings, metrics
-    app.state.started = int(time.time())
+    app.state.started, app.state.videos = int(time.time()), videos
     app.openapi = openapi  # type: ignore[method-assign]
     app.include_router(router)
     app.add_middleware(RequestMiddleware, metrics=metrics, settings=settings, keys=api_keys, behind_proxy=behind_proxy)
     if settings.cors_origin:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
         )
     return app
 
@@ -96,6 +106,8 @@ _IMAGES: dict[str, Any] = {
     "response_model": schemas.ImagesResponse,
     "responses": IMAGES_RESPONSE | error_responses(400, 401, 403, 404, 413, 429, 499, 503),
 }
+
+_VIDEO_ERRORS = error_responses(400, 401, 403, 404, 413, 429, 503, 507)
 
 
 @router.post("/v1/images/generations", **_IMAGES)
@@ -107,8 +119,8 @@ async def generate(body: schemas.ImageRequest, request: Request) -> Any:
 @router.post("/v1/images/edits", **_IMAGES, openapi_extra=EDIT_BODY)
 async def edit(request: Request) -> Any:
     """Change an image as the prompt says, if the model takes an image; the fields are those of a generation."""
-    request.app.state.backend.loaded()  # an error while the model is loading
-    body, image = await read_edit_form(request, request.app.state.settings.max_size)
+    check_kind(request.app.state.backend.loaded()[0], video=False)  # also an error while the model is loading
+    body, image = await read_edit(request, request.app.state.settings.max_size)
     return await _generate(request, body, image)
 
 
@@ -185,7 +197,7 @@ class EventStream(StreamingResponse):
             if isinstance(event, ApiError):
                 yield f"event: error\ndata: {json.dumps(event.body)}\n\n"
                 return
-            if event == "started":
+            if not isinstance(event, Preview | GeneratedImage):
                 continue
             quality = self._body.output_compression
             file = await asyncio.to_thread(encode_image, event.pixels, spec.output_size, kind, quality)
@@ -231,6 +243,62 @@ def compare(body: schemas.CompareRequest, request: Request) -> schemas.Compariso
     )
 
 
+def _videos(request: Request) -> VideoJobs:
+    """The jobs; an error while the model is loading, and for a model that generates images."""
+    check_kind(request.app.state.backend.loaded()[0], video=True)
+    jobs: VideoJobs = request.app.state.videos
+    return jobs
+
+
+@router.post("/v1/videos", tags=["videos"], openapi_extra=VIDEO_BODY, responses=_VIDEO_ERRORS)
+async def create_video(request: Request) -> schemas.Video:
+    """Put a video in the queue; its id is for the paths below. The request is JSON, or a form with an image."""
+    jobs, state = _videos(request), request.app.state
+    body, image = await read_video_request(request, state.settings)
+    model, default_cache = state.backend.loaded()
+    request.state.prompt = body.prompt
+    spec = await asyncio.to_thread(
+        validate_video, body, model, state.settings, default_cache, request.state.request_id, image
+    )
+    return await jobs.create(spec, model.name, ignored_fields(body))
+
+
+@router.get("/v1/videos", tags=["videos"], responses=_VIDEO_ERRORS)
+async def list_videos(
+    request: Request,
+    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> schemas.VideoList:
+    """All videos, by the time they were created."""
+    return await asyncio.to_thread(_videos(request).folder.page, after, limit, order == "desc")
+
+
+@router.get("/v1/videos/{video_id}", tags=["videos"], responses=_VIDEO_ERRORS)
+async def get_video(video_id: str, request: Request) -> schemas.Video:
+    """A video: how far its job is, and when it is completed, how it was generated."""
+    return await asyncio.to_thread(_videos(request).folder.get, video_id)
+
+
+@router.get(
+    "/v1/videos/{video_id}/content",
+    tags=["videos"],
+    response_class=FileResponse,
+    responses=CONTENT_RESPONSE | _VIDEO_ERRORS,
+)
+async def video_content(video_id: str, request: Request, variant: Variant = "video") -> FileResponse:
+    """The MP4 file of a completed video; `plain` is the one without a cache, if the request had `compare`."""
+    path = await asyncio.to_thread(_videos(request).folder.file, video_id, variant)
+    return FileResponse(path, media_type="video/mp4", filename=path.name, headers={"cache-control": "private"})
+
+
+@router.delete("/v1/videos/{video_id}", tags=["videos"], responses=_VIDEO_ERRORS)
+async def delete_video(video_id: str, request: Request) -> schemas.DeletedVideo:
+    """Delete a video with its files; one that is not finished is cancelled."""
+    await _videos(request).delete(video_id)
+    return schemas.DeletedVideo(id=video_id)
+
+
 @router.get("/v1/models", tags=["models"], responses=error_responses(401, 503))
 async def list_models(request: Request) -> schemas.ModelList:
     """The model that is served, with the defaults and limits of requests for it."""
@@ -265,6 +333,7 @@ def _served_model(request: Request) -> schemas.Model:
         styles=info.styles,
         partial_images=info.partial_images,
         edits=bool(info.edit_parameters),
+        video=info.video,
         limits=schemas.Limits(**{name: getattr(state.settings, name) for name in schemas.Limits.model_fields}),
     )
 

@@ -11,13 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ..errors import did_you_mean
-from .schemas import EditRequest, ErrorResponse
+from .schemas import ErrorResponse
 
 _STATUSES = {  # the error's type in OpenAI's API, and its description in the OpenAPI document
     400: ("invalid_request_error", "The request is wrong; `param` names the field."),
     401: ("authentication_error", "The key is missing or wrong."),
     403: ("permission_error", "The host of the request, or the page that sent it, is not allowed."),
-    404: ("not_found_error", "There is no such model."),
+    404: ("not_found_error", "There is no such model or video."),
     405: ("invalid_request_error", "The path does not support this method."),
     408: ("invalid_request_error", "The request did not arrive in time."),
     413: ("invalid_request_error", "The request exceeds a limit of this server."),
@@ -29,6 +29,7 @@ _STATUSES = {  # the error's type in OpenAI's API, and its description in the Op
     499: ("client_closed_request", "The client disconnected."),
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The model is loading, or the server is shutting down."),
+    507: ("server_error", "The folder of the videos is full or cannot be written."),
 }
 
 
@@ -65,14 +66,19 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code, headers={"Retry-After": "2"})
 
 
-def queue_full(length: int, seconds: int) -> ApiError:
-    message = f"The queue is full with {length} images. Try again in {seconds} s."
+def queue_full(length: int, seconds: int, noun: str = "image") -> ApiError:
+    message = f"The queue is full with {length} {noun}s. Try again in {seconds} s."
     return ApiError(429, message, "queue_full", headers={"Retry-After": str(seconds)})
 
 
 def rate_limited(per_minute: int, seconds: int) -> ApiError:
     message = f"At most {per_minute} requests per minute are allowed. Try again in {seconds} s."
     return ApiError(429, message, "rate_limit_exceeded", headers={"Retry-After": str(seconds)})
+
+
+def storage_failed(message: str) -> ApiError:
+    """A video cannot be stored."""
+    return ApiError(507, message, "storage_failed")
 
 
 def internal() -> ApiError:
@@ -92,6 +98,7 @@ _EXAMPLES = (
     ApiError(499, "The client disconnected.", "client_closed_request"),
     internal(),
     ApiError(503, "The model is still loading.", "model_loading"),
+    storage_failed("Cannot write to /srv/videos: No space left on device."),
 )
 
 
@@ -130,7 +137,7 @@ async def _handle_validation_error(request: Request, error: Exception) -> JSONRe
     """The first problem pydantic found; an unknown field goes first, since it often explains a missing one."""
     assert isinstance(error, RequestValidationError)
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    param = ".".join(str(part) for part in problem["loc"] if part != "body") or None
+    param = ".".join(str(part) for part in problem["loc"][1:]) or None  # the first part is body or query
     if problem["type"] == "json_invalid":
         found = invalid(f"The request is not JSON: {problem['ctx']['error']}.", code="invalid_json")
     elif problem["type"] == "too_many_fields":
@@ -139,7 +146,8 @@ async def _handle_validation_error(request: Request, error: Exception) -> JSONRe
         found = invalid("The request must be a JSON object, sent as application/json.", code="invalid_json")
     elif problem["type"] == "extra_forbidden":
         body = request.scope["route"].body_field
-        fields = list((EditRequest if body is None else body.field_info.annotation).model_fields)
+        schema = request.state.schema if body is None else body.field_info.annotation  # of a form: read_request
+        fields = list(schema.model_fields)
         hint = did_you_mean(param, fields) or f" Fields: {', '.join(fields)}."
         found = invalid(f"There is no field {param[:100]!r}.{hint}", param, "unknown_field")
     elif problem["type"] == "missing":

@@ -1,4 +1,4 @@
-"""Image files: encoding what is generated, decoding what a request sends, and the form of a request with a file."""
+"""Image files: encoding what is generated, decoding what a request sends, and requests that may have a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import binascii
 import io
 import json
 import typing
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL.Image
@@ -17,12 +17,13 @@ import torch
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from .errors import ApiError, invalid, too_large
 from .queue import Pixels, Size
-from .schemas import MAX_FIELDS, EditRequest, Format
+from .schemas import MAX_FIELDS, EditRequest, Format, GenerationRequest, VideoRequest
+from .settings import Settings
 
 _DEFAULT_QUALITY = 95  # of jpeg and webp; above it files grow, but hardly their quality
 _UNREADABLE = (PIL.Image.DecompressionBombError, OSError, ValueError, SyntaxError)
@@ -51,70 +52,97 @@ def decode_png(name: str, text: str, max_size: int) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).double() / 255
 
 
-def decode_upload(content: bytes, max_size: int) -> PIL.Image.Image:
+def decode_upload(content: bytes, max_size: int, field: str = "image") -> PIL.Image.Image:
     """An uploaded file as an upright RGB image, scaled down to the size that the server allows."""
     try:
         image = PIL.Image.open(io.BytesIO(content), formats=["PNG", "JPEG", "WEBP"])
         if max(image.size) > 4 * max_size:
             limit = f"the longest side may have {4 * max_size} pixels."
-            raise too_large(f"image is {image.width}x{image.height}; {limit}", "image")
+            raise too_large(f"{field} is {image.width}x{image.height}; {limit}", field)
         upright: PIL.Image.Image = PIL.ImageOps.exif_transpose(image).convert("RGB")
         upright.thumbnail((max_size, max_size))
     except _UNREADABLE:
-        raise invalid("image is not a PNG, JPEG or WebP file.", "image") from None
+        raise invalid(f"{field} is not a PNG, JPEG or WebP file.", field) from None
     return upright
 
 
-async def read_edit_form(request: Request, max_size: int) -> tuple[EditRequest, PIL.Image.Image]:
-    """The fields and the image of a multipart request, as OpenAI's clients send it.
+async def read_edit(request: Request, max_size: int) -> tuple[EditRequest, PIL.Image.Image]:
+    """The fields and the image of an edit."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise invalid("The request must be multipart/form-data with the file in the field image.", code="invalid_form")
+    fields, files = await _read_form(request, EditRequest, "image", MAX_PART)
+    if len(files) != 1:
+        raise invalid(f"One image is needed, not {len(files)}.", "image")
+    return fields, await asyncio.to_thread(decode_upload, files[0], max_size)
+
+
+async def read_video_request(request: Request, settings: Settings) -> tuple[VideoRequest, PIL.Image.Image | None]:
+    """The fields of a form or of JSON, and the image to start from if there is one."""
+    field = "input_reference"
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        fields, files = await _read_form(request, VideoRequest, field, settings.max_body)
+    else:
+        try:
+            fields, files = _check_fields(request, VideoRequest, json.loads(await request.body())), []
+        except ValueError as error:  # also bytes that are no UTF-8
+            raise invalid(f"The request is not JSON: {error}.", code="invalid_json") from None
+    if fields.input_reference is not None:
+        head, _, data = fields.input_reference.image_url.partition("base64,")
+        try:
+            if not head.startswith("data:"):
+                raise invalid("image_url must be a data: URL, or send a file: this server fetches nothing.", field)
+            files.append(base64.b64decode(data, validate=True))
+        except binascii.Error:
+            raise invalid(f"{field} is not in base64.", field) from None
+    if len(files) > 1:
+        raise invalid(f"One image is needed, not {len(files)}.", field)
+    return fields, await asyncio.to_thread(decode_upload, files[0], settings.max_size, field) if files else None
+
+
+Fields = TypeVar("Fields", bound=GenerationRequest)
+
+
+async def _read_form(request: Request, schema: type[Fields], field: str, max_part: int) -> tuple[Fields, list[bytes]]:
+    """The fields of a multipart request, as OpenAI's clients send it, and the files in `field`.
 
     Form fields are text: what is not text in the request is parsed as JSON. `cache[method]` is a key of `cache`.
     """
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise invalid("The request must be multipart/form-data with the file in the field image.", code="invalid_form")
+    files, values, hints = list[bytes](), dict[str, Any](), typing.get_type_hints(schema)
     try:
-        form = await request.form(max_files=4, max_fields=MAX_FIELDS, max_part_size=MAX_PART)
+        async with request.form(max_files=4, max_fields=MAX_FIELDS, max_part_size=max_part) as form:
+            for name, value in form.multi_items():
+                if name in (field, f"{field}[]") and isinstance(value, UploadFile):
+                    files.append(await value.read())
+                elif name == "mask":
+                    raise invalid("mask is not supported: this server changes the whole image.", "mask")
+                elif isinstance(value, UploadFile):
+                    message = f"There is no file {name[:100]!r}: send the image in the field {field}."
+                    raise invalid(message, name, "unknown_field")
+                elif name.endswith("]") and "[" in name:
+                    outer, _, inner = name[:-1].partition("[")
+                    others = values[outer] if isinstance(values.get(outer), dict) else {}
+                    values[outer] = {**others, inner: _parse(value)}
+                else:
+                    is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
+                    values[name] = value if is_text else _parse(value)
     except ApiError:
         raise
     except HTTPException as error:
         raise invalid(f"The form cannot be read: {error.detail}", code="invalid_form") from None
-    try:
-        return await _read_fields(form, max_size)
-    finally:
-        await form.close()
+    return _check_fields(request, schema, values), files
 
 
-async def _read_fields(form: FormData, max_size: int) -> tuple[EditRequest, PIL.Image.Image]:
-    files, values = list[UploadFile](), dict[str, Any]()
-    for name, value in form.multi_items():
-        if name in ("image", "image[]") and isinstance(value, UploadFile):
-            files.append(value)
-        elif name == "mask":
-            raise invalid("mask is not supported: this server changes the whole image.", "mask")
-        elif isinstance(value, UploadFile):
-            raise invalid(f"There is no file {name[:100]!r}: send the image in the field image.", name, "unknown_field")
-        elif name.endswith("]") and "[" in name:
-            outer, _, inner = name[:-1].partition("[")
-            values[outer] = {**(values[outer] if isinstance(values.get(outer), dict) else {}), inner: _parse(value)}
-        else:
-            values[name] = value if name in _TEXTS else _parse(value)
-    if len(files) != 1:
-        raise invalid(f"One image is needed, not {len(files)}.", "image")
+def _check_fields(request: Request, schema: type[Fields], values: Any) -> Fields:
+    """The fields of a request that FastAPI does not read, with the errors of those that it reads."""
+    request.state.schema = schema  # for a hint at the right name
     try:
-        fields = EditRequest.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise RequestValidationError(problems) from None
-    content = await files[0].read()
-    return fields, await asyncio.to_thread(decode_upload, content, max_size)
 
 
 MAX_PART = 100_000  # bytes of a form field that is not a file
-
-_TEXTS = frozenset(
-    name for name, hint in typing.get_type_hints(EditRequest).items() if str in (hint, *typing.get_args(hint))
-)
-"""Fields that are text in the request too."""
 
 
 def _parse(text: str) -> Any:

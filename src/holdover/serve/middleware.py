@@ -29,12 +29,13 @@ MAX_JSON = 1_000_000
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _KEY_REQUIRED = ("/v1/", "/metrics")
-_WITH_IMAGES = ("/v1/images/compare", "/v1/images/edits")
-_POLLED = ("/health", "/ready", "/metrics", "/page/{name}")  # logged at debug level
+_WITH_IMAGES = ("/v1/images/compare", "/v1/images/edits", "/v1/videos")
+_POLLED = ("/health", "/ready", "/metrics", "/page/{name}", "/v1/videos/{video_id}")  # logged at debug level
 _SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
+    "frame-ancestors 'none'; base-uri 'none'",
 }
 
 
@@ -100,7 +101,7 @@ class RequestMiddleware:
             self._record(scope, status if complete else 499, time.monotonic() - start, request_id)
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        """Raise an error for a host name that is not this server's, and for a POST from a page of another site."""
+        """Raise an error for a host name that is not this server's, and for a change from a page of another site."""
         host = headers.get("host", "")
         name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).strip("[]").rstrip(".").lower()
         if not _is_local_name(name) and not any(fnmatch.fnmatchcase(name, known) for known in self._settings.hosts):
@@ -110,7 +111,7 @@ class RequestMiddleware:
             raise ApiError(403, message, "host_not_allowed")
         origin = headers.get("origin")
         allowed = self._settings.cors_origin
-        if method == "POST" and origin is not None and origin.partition("://")[2] != host:
+        if method in ("POST", "DELETE") and origin is not None and origin.partition("://")[2] != host:
             if origin not in allowed and "*" not in allowed:
                 message = f"Pages of {origin[:100]} may not use this server: start it with --cors-origin to allow them."
                 raise ApiError(403, message, "origin_not_allowed")
@@ -142,7 +143,7 @@ class RequestMiddleware:
         }
         if self._settings.log_prompts and "prompt" in scope["state"]:
             fields["prompt"] = scope["state"]["prompt"]
-        level = logging.DEBUG if route in _POLLED else logging.INFO
+        level = logging.DEBUG if route in _POLLED and method == "GET" else logging.INFO
         text = "{client} {method} {path} {status} {seconds:.3f} s {request_id}".format(**fields)
         prompt = f" {fields['prompt']!r}" if "prompt" in fields else ""
         logger.log(level, "%s%s", text, prompt, extra={"fields": fields})

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import PIL.ImageOps
 import torch
 from diffusers import AutoencoderKL, AutoPipelineForImage2Image, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
@@ -14,10 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..engine.backend import find_transformers
 from ..errors import EnableError
-from ..loading import image_size, load_pipeline
+from ..loading import image_size, load_pipeline, require_packages
+from ..metrics import get_images
+from ..plan.calls import keywords_of
 from ..zoo import MODELS
 from ..zoo.emoji import STYLES, EmojiPipeline
-from .queue import ImageSpec, Pixels, Size
+from .queue import ImageSpec, Pixels, Size, VideoSpec
+from .schemas import VideoDefaults
 from .settings import Settings
 from .validation import ModelInfo
 
@@ -33,15 +38,22 @@ class ServedModel:
     """
 
     def __init__(self, name: str, pipeline: Any) -> None:
-        self.pipeline, self.editor = pipeline, find_editor(pipeline)
-        self.decode = latents_decoder(pipeline)
-        self.info = _model_info(name, pipeline, self.editor, self.decode is not None)
+        self.pipeline, self.editor, self.decode = pipeline, None, None
+        if "num_frames" in find_parameters(pipeline):
+            require_packages("Serving videos", "video", "av")
+            self.info = _video_model_info(name, pipeline)
+        else:
+            self.editor, self.decode = find_editor(pipeline), latents_decoder(pipeline)
+            self.info = _model_info(name, pipeline, self.editor, self.decode is not None)
         for one in (self.pipeline, self.editor):
             if one is not None:
                 one.set_progress_bar_config(disable=True)
 
     def generate(self, batch: Sequence[ImageSpec], on_step: OnStep) -> Pixels:
-        """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter."""
+        """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter.
+
+        A video is alone in its batch; these are its frames.
+        """
 
         def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             on_step(step, tensors["latents"])
@@ -50,7 +62,12 @@ class ServedModel:
         first = batch[0]
         optional: dict[str, Any] = dict(first.guidance)
         pipeline, parameters = self.pipeline, self.info.parameters
-        if first.image is not None:  # alone in its batch
+        if isinstance(first, VideoSpec):
+            optional["num_frames"] = first.frames
+            optional |= {name: round(first.fps) for name in _RATES if name in parameters}
+            if first.image is not None:
+                optional["image"] = PIL.ImageOps.fit(first.image, first.size)
+        elif first.image is not None:  # alone in its batch
             pipeline, parameters = self.editor, self.info.edit_parameters
             optional["image"] = first.image
         if first.strength is not None:
@@ -68,7 +85,13 @@ class ServedModel:
             output_type="pt",
             **optional,
         )
-        return to_pixels(output.images)
+        if not isinstance(first, VideoSpec):
+            return to_pixels(output.images)
+        frames = get_images(output)[0]
+        pixels = np.empty((len(frames), *frames.shape[2:], 3), np.uint8)
+        for index, frame in enumerate(frames):  # one at a time: the video in floats is there only once
+            pixels[index] = to_pixels(frame[None])[0]
+        return pixels
 
     def close(self) -> None:
         """Release what the model uses outside this process: nothing."""
@@ -104,7 +127,7 @@ def find_editor(pipeline: Any) -> Any | None:
 
 def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> ModelInfo:
     if not isinstance(getattr(pipeline, "image_processor", None), VaeImageProcessor):
-        raise EnableError(f"{type(pipeline).__name__} generates no images that this server can send.")
+        raise EnableError(f"{type(pipeline).__name__} generates no images or videos that this server can send.")
     parameters = inspect.signature(pipeline.__call__).parameters
     steps = parameters["num_inference_steps"].default
     transformer: Any = next(iter(find_transformers(pipeline).values()))
@@ -125,6 +148,70 @@ def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> 
         edit_parameters=frozenset(edits),
         strength=_default_number(edits, "strength"),
     )
+
+
+def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
+    """What a pipeline says about its videos: patches and latent frames restrict their size and their frames."""
+    parameters, transformer = find_parameters(pipeline), next(iter(find_transformers(pipeline).values()))
+    config: Any = transformer.config
+    patch = getattr(config, "patch_size", 1)
+    side = patch[-1] if isinstance(patch, (tuple, list)) else patch
+    processor = getattr(pipeline, "video_processor", None)
+    scale = 8 if processor is None else processor.config.vae_scale_factor
+    spatial = int(_first_attribute(pipeline, _SPATIAL) or scale)
+    frames = getattr(config, "sample_frames", None) or pipeline.config.get("sample_frames")
+    size = list(image_size(pipeline))
+    for index, axis in enumerate(("width", "height")):
+        latents = getattr(config, f"sample_{axis}", None)
+        known = (
+            _default_number(parameters, axis),
+            getattr(pipeline, f"default_{axis}", None),
+            latents and latents * spatial,
+        )
+        size[index] = int(next((side for side in known if side), size[index]))
+    takes_image = parameters.get("image")
+    needs_image = takes_image is not None and (
+        takes_image.default is inspect.Parameter.empty or "ImageToVideo" in type(pipeline).__name__
+    )
+    return ModelInfo(
+        name=name,
+        pipeline=type(pipeline).__name__,
+        transformer=type(transformer).__name__,
+        parameters=frozenset(parameters),
+        steps=int(_default_number(parameters, "num_inference_steps") or 50),
+        size=(size[0], size[1]),
+        size_multiple=spatial * int(side or 1),
+        fixed_size=False,
+        partial_images=False,
+        guidance=_default_number(parameters, "guidance_scale"),
+        cfg_scale=_default_number(parameters, "true_cfg_scale"),
+        video=VideoDefaults(
+            num_frames=int(_default_number(parameters, "num_frames") or frames or 17),
+            fps=next((rate for name in _RATES if (rate := _default_number(parameters, name))), _USUAL_RATE),
+            multiple=int(_first_attribute(pipeline, _TEMPORAL) or 1),
+            image="none" if takes_image is None else "required" if needs_image else "optional",
+        ),
+    )
+
+
+_RATES = ("frame_rate", "fps")  # parameters of pipelines that take the frames per second
+_USUAL_RATE = 16.0  # of Wan
+_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+
+def _first_attribute(pipeline: Any, names: Sequence[str]) -> Any:
+    """The first of these attributes that the pipeline has; None if it has none."""
+    return next((value for name in names if (value := getattr(pipeline, name, None))), None)
+
+
+def find_parameters(pipeline: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a pipeline's call, and those of bases that it passes `**options` to."""
+    known, _ = keywords_of(pipeline)
+    found: dict[str, inspect.Parameter] = {}
+    for cls in reversed([cls for cls in type(pipeline).__mro__ if "__call__" in vars(cls)]):
+        found |= inspect.signature(vars(cls)["__call__"]).parameters
+    return {name: parameter for name, parameter in found.items() if name in known}
 
 
 def _default_number(parameters: Mapping[str, inspect.Parameter], name: str) -> float | None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from ..config import Config
 from .errors import ApiError, queue_full, unavailable
-from .schemas import CacheReport, GenerationInfo
+from .schemas import CacheReport, GenerationInfo, VideoComparison
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,6 +34,8 @@ class ImageSpec:
     `size` is the width and height at which the model generates, `output_size` that of the image in the response.
     `image` is the one to change, and `strength` the fraction of the steps that do so.
     """
+
+    noun: ClassVar[str] = "image"
 
     prompt: str
     negative_prompt: str | None
@@ -65,6 +67,29 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
+class VideoSpec(ImageSpec):
+    """One video to generate, complete and checked; `image` is the one it starts from.
+
+    It is written to `path`. With `compare`, the video without a cache is generated too and written to `plain_path`.
+    """
+
+    noun = "video"
+
+    frames: int = 1
+    fps: float = 16.0
+    path: str = ""
+    compare: bool = False
+
+    @property
+    def plain_path(self) -> str:
+        return f"{self.path.removesuffix('.mp4')}.plain.mp4"
+
+    @property
+    def batchable(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class Preview:
     """An unfinished image after `step` steps; `pixels` are (H, W, 3) bytes."""
 
@@ -82,27 +107,47 @@ class GeneratedImage:
     tokens: tuple[int, int]
 
 
-Event = Literal["started"] | Preview | GeneratedImage | ApiError
-"""What happens to an image; the last one is the finished image or an error."""
+@dataclass(frozen=True)
+class Progress:
+    """`done` of `steps` steps of a video are done."""
+
+    done: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class GeneratedVideo:
+    """A finished video, whose file is at the path of its spec."""
+
+    info: GenerationInfo
+    comparison: VideoComparison | None = None
+
+
+Generated = GeneratedImage | GeneratedVideo
+Event = Literal["started"] | Preview | Progress | Generated | ApiError
+"""What happens to an image or video; the last event is the finished one or an error."""
 
 
 @dataclass(eq=False)
 class QueueItem:
-    """One image in the queue. Cancelling its future removes it from the queue or stops its generation."""
+    """One image or video in the queue. Cancelling its future removes it from the queue or stops its generation."""
 
     spec: ImageSpec
     submitted: float = field(default_factory=time.monotonic)
-    future: Future[GeneratedImage] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)  # of what is generated
     on_event: Callable[[Event], None] = lambda event: None
 
-    def notify(self, event: Event) -> None:
-        """Resolve the future if the event is the last one, and pass the event on; ignored if it was cancelled."""
-        with contextlib.suppress(InvalidStateError):
-            if isinstance(event, GeneratedImage):
+    def notify(self, event: Event) -> bool:
+        """Resolve the future if the event is the last one, and pass the event on; False if it was cancelled."""
+        try:
+            if isinstance(event, Generated):
                 self.future.set_result(event)
             elif isinstance(event, ApiError):
                 self.future.set_exception(event)
-            self.on_event(event)
+        except InvalidStateError:
+            return False
+        self.on_event(event)
+        return True
 
 
 Events = asyncio.Queue[tuple[int, Event]]
@@ -153,10 +198,10 @@ class Admission:
         self._size = size
         self._seconds_per_image = 1.0  # moving average
 
-    def check(self, new: int, length: int) -> None:
-        """Raise an error if `new` images do not fit into a queue of that length."""
-        if length + new > self._size:
-            raise queue_full(length, max(1, round(self._seconds_per_image * length)))
+    def check(self, items: Sequence[QueueItem], length: int) -> None:
+        """Raise an error if the items do not fit into a queue of that length."""
+        if length + len(items) > self._size:
+            raise queue_full(length, max(1, round(self._seconds_per_image * length)), items[0].spec.noun)
 
     def record(self, seconds: float) -> None:
         """Update the estimate with the time that one image took."""
@@ -181,7 +226,7 @@ class BatchQueue:
             if self._closed:
                 raise unavailable("The server is shutting down.", "shutting_down")
             self._drop_cancelled()
-            self.admission.check(len(items), len(self._items))
+            self.admission.check(items, len(self._items))
             self._items.extend(items)
             self._changed.notify_all()
 

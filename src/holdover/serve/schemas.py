@@ -1,4 +1,4 @@
-"""Requests and responses, in the shape of OpenAI's image API with holdover's additions."""
+"""Requests and responses, in the shape of OpenAI's image and video APIs with holdover's additions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1)]
 Scale = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1, le=240, allow_inf_nan=False)]
 Format = Literal["png", "jpeg", "webp"]
 
 MAX_FIELDS = 64  # of a request
@@ -20,16 +21,60 @@ EXAMPLES: list[Any] = [
     {"prompt": "cactus", "num_inference_steps": 50, "cfg_scale": 4.0, "cache": {"method": "none"}},
 ]
 
+VIDEO_EXAMPLES: list[Any] = [
+    {"prompt": "a cat runs through grass", "seed": 42},
+    {"prompt": "waves at dusk", "size": "832x480", "seconds": "4", "fps": 16, "cache": {"method": "mag_cache"}},
+    {"prompt": "a paper boat", "num_frames": 33, "steps": 30, "compare": True, "cache": {"method": "easy_cache"}},
+]
 
-class ImageRequest(BaseModel):
-    """What to generate: the fields of OpenAI's API, those of diffusion models, and the cache."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": EXAMPLES})
+class GenerationRequest(BaseModel):
+    """What every request to generate may have: fields of OpenAI's API, those of diffusion models, and the cache."""
 
-    prompt: str = Field(min_length=1, description="What the image shows.")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1, description="What the image or video shows.")
     model: str | None = Field(None, description="A model of /v1/models; by default the one that is served.")
-    n: Count | None = Field(None, description="Number of images. Image i has seed + i.")
     size: str | None = Field(None, pattern=r"^([1-9][0-9]{0,4}x[1-9][0-9]{0,4}|auto)$", description="WIDTHxHEIGHT.")
+    user: str | None = Field(None, description="Ignored: requests are counted by their key.")
+    safety_identifier: str | None = Field(None, description="Ignored: requests are counted by their key.")
+
+    seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
+        None, description="Seed of the noise; the same seed gives the same result. Random by default."
+    )
+    steps: Count | None = Field(None, description="Denoising steps.")
+    num_inference_steps: Count | None = Field(None, description="Another name for steps.")
+    guidance: Scale | None = Field(None, description="Guidance scale: how closely to follow the prompt.")
+    guidance_scale: Scale | None = Field(None, description="Another name for guidance.")
+    cfg_scale: Scale | None = Field(
+        None,
+        description="Scale of classifier-free guidance for models that have both scales; otherwise another name for "
+        "guidance.",
+    )
+    negative_prompt: str | None = Field(None, description="What the image or video must not show.")
+
+    cache: dict[str, Any] | None = Field(
+        None,
+        description="The cache for this request: a method with its settings, settings alone to change the server's "
+        'default, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, values: Any) -> Any:
+        """One error instead of one for each of a million fields, which takes seconds to collect."""
+        if isinstance(values, dict) and len(values) > MAX_FIELDS:
+            message = f"The request has {len(values)} fields; at most {MAX_FIELDS} are allowed."
+            raise PydanticCustomError("too_many_fields", message)
+        return values
+
+
+class ImageRequest(GenerationRequest):
+    """Which images to generate."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": EXAMPLES})
+
+    n: Count | None = Field(None, description="Number of images. Image i has seed + i.")
     response_format: Literal["b64_json", "url"] | None = Field(
         None, description="b64_json by default; url gives the same file as a data: URL."
     )
@@ -50,37 +95,6 @@ class ImageRequest(BaseModel):
     )
     moderation: Literal["auto", "low"] | None = Field(None, description="Ignored: prompts are not moderated.")
     complexity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored: set steps.")
-    user: str | None = Field(None, description="Ignored: requests are counted by their key.")
-    safety_identifier: str | None = Field(None, description="Ignored: requests are counted by their key.")
-
-    seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
-        None, description="Seed of the noise; the same seed gives the same image. Random by default."
-    )
-    steps: Count | None = Field(None, description="Denoising steps.")
-    num_inference_steps: Count | None = Field(None, description="Another name for steps.")
-    guidance: Scale | None = Field(None, description="Guidance scale: how closely to follow the prompt.")
-    guidance_scale: Scale | None = Field(None, description="Another name for guidance.")
-    cfg_scale: Scale | None = Field(
-        None,
-        description="Scale of classifier-free guidance for models that have both scales; otherwise another name for "
-        "guidance.",
-    )
-    negative_prompt: str | None = Field(None, description="What the image must not show.")
-
-    cache: dict[str, Any] | None = Field(
-        None,
-        description="The cache for this request: a method with its settings, settings alone to change the server's "
-        'default, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_number_of_fields(cls, values: Any) -> Any:
-        """One error instead of one for each of a million fields, which takes seconds to collect."""
-        if isinstance(values, dict) and len(values) > MAX_FIELDS:
-            message = f"The request has {len(values)} fields; at most {MAX_FIELDS} are allowed."
-            raise PydanticCustomError("too_many_fields", message)
-        return values
 
 
 class EditRequest(ImageRequest):
@@ -92,6 +106,35 @@ class EditRequest(ImageRequest):
         None, description="How much of the image to change: 1 all of it. For image-to-image pipelines."
     )
     input_fidelity: Literal["low", "high"] | None = Field(None, description="Ignored: set strength.")
+
+
+class ImageReference(BaseModel):
+    """An image in a JSON request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    image_url: str = Field(description="A data: URL of a PNG, JPEG or WebP file; the server fetches nothing.")
+
+
+class VideoRequest(GenerationRequest):
+    """Which video to generate."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": VIDEO_EXAMPLES})
+
+    seconds: str | float | None = Field(
+        None, description="Length; the number of frames is the nearest one that the model can generate."
+    )
+    num_frames: Count | None = Field(None, description="Number of frames, instead of seconds.")
+    fps: Rate | None = Field(None, description="Frames per second; by default those of the model.")
+    input_reference: ImageReference | None = Field(
+        None, description="The image to start from, for image-to-video models; in a form it is a file."
+    )
+    guidance_scale_2: Scale | None = Field(
+        None, description="Guidance scale of the second transformer, for models that have two, such as Wan 2.2."
+    )
+    compare: bool | None = Field(
+        None, description="Also generate the video without a cache from the same noise, and measure the difference."
+    )
 
 
 class TokenDetails(BaseModel):
@@ -184,6 +227,71 @@ class CompletedImage(StreamEvent):
     holdover: GenerationInfo
 
 
+class VideoError(BaseModel):
+    """Why a video failed."""
+
+    code: str
+    message: str
+
+
+class VideoComparison(BaseModel):
+    """The difference from the video without a cache, over the frames as they were generated, before encoding.
+
+    `psnr` is that of all pixels of all frames, in decibels; it is null if the videos are equal. `psnr_frames` has one
+    value for each frame.
+    """
+
+    psnr: float | None
+    psnr_frames: list[float | None]
+    equal: bool
+    speedup: float
+    plain: GenerationInfo = Field(description="How the video without a cache was generated.")
+
+
+class Video(BaseModel):
+    """A video and the job that generates it."""
+
+    id: str
+    object: Literal["video"] = "video"
+    created_at: int
+    completed_at: int | None = None
+    expires_at: int | None = Field(default=None, description="When the server deletes the video.")
+    status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+    progress: int = Field(default=0, description="Percent of the denoising steps that are done.")
+    error: VideoError | None = None
+    model: str
+    prompt: str
+    seconds: str
+    size: str
+    remixed_from_video_id: None = None
+    num_frames: int
+    fps: float
+    steps: int
+    holdover: GenerationInfo | None = Field(
+        default=None, description="How the video was generated, when it is completed."
+    )
+    comparison: VideoComparison | None = None
+    notes: list[str] = Field(
+        default=[], description="Fields of the request that were ignored, and what to use instead."
+    )
+
+
+class VideoList(BaseModel):
+    """A page of videos; `last_id` is `after` of the next one."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedVideo(BaseModel):
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
 class CompareRequest(BaseModel):
     """Two images of the same size."""
 
@@ -230,13 +338,26 @@ class Limits(BaseModel):
     max_images: int
     max_prompt: int
     max_previews: int
+    max_frames: int
+
+
+class VideoDefaults(BaseModel):
+    """What a model generates if a request says nothing: a number of frames is a multiple of `multiple` plus 1.
+
+    `image`: whether it takes an image to start from, or needs one.
+    """
+
+    num_frames: int
+    fps: float
+    multiple: int
+    image: Literal["none", "optional", "required"]
 
 
 class Model(BaseModel):
     """A model, with the defaults and limits of requests for it.
 
     `guidance` and `cfg_scale` are null if the model has no such scale. `square` and `size_multiple` describe the sizes
-    it generates. `edits`: whether /v1/images/edits takes an image for it.
+    it generates. `edits`: whether /v1/images/edits takes an image for it. `video`: for a model that generates videos.
     """
 
     id: str
@@ -255,6 +376,7 @@ class Model(BaseModel):
     styles: dict[str, str]
     partial_images: bool
     edits: bool
+    video: VideoDefaults | None
     limits: Limits
 
 

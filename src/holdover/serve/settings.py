@@ -38,6 +38,12 @@ class Settings(ModelSettings):
     max_prompt: int = setting(1000, ge=1, doc="longest prompt, in characters")
     max_body: int = setting(8_000_000, ge=1000, doc="largest request, in bytes")
     max_previews: int = setting(20, ge=0, doc="largest number of previews of one image")
+    max_frames: int = setting(161, ge=1, doc="largest number of frames of one video")
+    video_dir: str = setting("videos", doc="folder of the generated videos; with --ray all machines must share it")
+    video_hours: float = setting(24.0, ge=0, doc="hours after which a finished video is deleted; 0 to keep it")
+    video_space: float = setting(
+        10.0, gt=0, doc="gigabytes of the videos in the folder; above it the oldest are deleted"
+    )
     rate_limit: int = setting(
         0, ge=0, doc="requests per minute for each API key, or for each address if there are no keys; 0 for no limit"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import secrets
 import types
 import typing
@@ -21,8 +22,19 @@ from ..config import Config, allowed_values
 from ..errors import ConfigError, did_you_mean
 from ..selector import backend_class, config_class, methods, own_config
 from .errors import ApiError, invalid, too_large
-from .queue import ImageSpec, Size
-from .schemas import MAX_FIELDS, CompletedImage, EditRequest, ImageRequest, MethodInfo, PartialImage, SettingInfo
+from .queue import ImageSpec, Size, VideoSpec
+from .schemas import (
+    MAX_FIELDS,
+    CompletedImage,
+    EditRequest,
+    GenerationRequest,
+    ImageRequest,
+    MethodInfo,
+    PartialImage,
+    SettingInfo,
+    VideoDefaults,
+    VideoRequest,
+)
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -32,6 +44,7 @@ TARGET_METHOD = "plan"  # a request with a quality target and no method gets thi
 MAX_COEFFICIENTS = 16  # of a polynomial; other lists have a value for each step, so that max_steps limits them
 MAX_TEXT = 200  # characters of a setting
 MAX_COUNT = 1000  # value of a setting that is an integer
+MAX_SECONDS = 3600  # of a video; max_frames is the limit
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class ModelInfo:
     A model of `fixed_size` generates at one size only, and its images are resized; for others, width and height are
     multiples of `size_multiple`. `parameters` are those of the pipeline's call, `edit_parameters` those of the call
     with an image, none if it takes no image. `guidance`, `cfg_scale` and `strength` are their defaults, None if
-    it has no such parameter.
+    it has no such parameter. `video` is None if it generates images.
     """
 
     name: str
@@ -58,6 +71,14 @@ class ModelInfo:
     cfg_scale: float | None = None
     edit_parameters: frozenset[str] = frozenset()
     strength: float | None = None
+    video: VideoDefaults | None = None
+
+
+def check_kind(model: ModelInfo, video: bool) -> None:
+    """Raise an error that names the right path if the model does not generate what the path is for."""
+    if (model.video is not None) != video:
+        kind, path = ("images", "/v1/images/generations") if video else ("videos", "/v1/videos")
+        raise invalid(f"{model.name} generates {kind}: use {path}.", "model", "unsupported")
 
 
 def validate(
@@ -69,9 +90,7 @@ def validate(
     image: Image | None = None,
 ) -> list[ImageSpec]:
     """The images that a request asks for, with defaults filled in; an ApiError names the field that is wrong."""
-    if request.model not in (None, model.name):
-        hint = did_you_mean(request.model or "", [model.name]) or f" This server has {model.name!r}."
-        raise ApiError(404, f"There is no model {(request.model or '')[:100]!r}.{hint}", "model_not_found", "model")
+    check_kind(model, video=False)
     parameters = model.parameters if image is None else model.edit_parameters
     if not parameters and image is not None:
         message = (
@@ -79,21 +98,14 @@ def validate(
             "pipeline for it."
         )
         raise invalid(message, "image", "unsupported")
-    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
-        if text is not None and len(text) > settings.max_prompt:
-            raise too_large(f"{name} has {len(text)} characters; at most {settings.max_prompt} are allowed.", name)
-    if request.negative_prompt and "negative_prompt" not in parameters:
-        raise invalid(f"{model.name} has no negative prompt.", "negative_prompt")
+    _check_texts(request, model, settings, parameters)
     count = request.n or 1
     if count > settings.max_images:
         raise too_large(f"n is {count}; one request may have at most {settings.max_images} images.", "n")
     if request.stream and count > 1:
         raise invalid(f"A stream has one image: n must be 1, not {count}.", "n")
     size = _output_size(request.size, model, settings.max_size, image)
-    asked = _merge_aliases("steps", request.steps, "num_inference_steps", request.num_inference_steps)
-    steps = min(model.steps, settings.max_steps) if asked is None else int(asked)
-    if steps > settings.max_steps:
-        raise too_large(f"steps is {steps}; this server allows at most {settings.max_steps}.", "steps")
+    steps = _steps(request, model, settings)
     strength = request.strength if isinstance(request, EditRequest) else None
     if strength is not None and "strength" not in parameters:
         raise invalid(f"{model.name} has no strength: it takes the whole image as a reference.", "strength")
@@ -123,12 +135,109 @@ def validate(
     return [dataclasses.replace(spec, seed=spec.seed + index) for index in range(count)]
 
 
+def validate_video(
+    request: VideoRequest,
+    model: ModelInfo,
+    settings: Settings,
+    default_cache: Config,
+    request_id: str = "",
+    image: Image | None = None,
+) -> VideoSpec:
+    """The video that a request asks for, with defaults filled in; an ApiError names the field that is wrong."""
+    check_kind(model, video=True)
+    video, parameters = model.video, model.parameters
+    assert video is not None
+    _check_texts(request, model, settings, parameters)
+    if image is not None and video.image == "none":
+        message = f"{model.name} takes no image: {model.pipeline} generates from text."
+        raise invalid(message, "input_reference", "unsupported")
+    if image is None and video.image == "required":
+        raise invalid(f"{model.name} needs an image to start from.", "input_reference", "missing_field")
+    fps = video.fps if request.fps is None else request.fps
+    if request.fps is not None and fps != int(fps) and parameters & {"fps", "frame_rate"}:
+        raise invalid(f"fps is {fps:g}; {model.name} takes whole numbers.", "fps")
+    frames = _frames(request, video, model.name, fps)
+    if frames > settings.max_frames:
+        name = "num_frames" if request.seconds is None else "seconds"
+        raise too_large(f"The video has {frames} frames; this server allows at most {settings.max_frames}.", name)
+    size = _output_size(request.size, model, settings.max_size, image)
+    guidance = _guidance(request, model.name, parameters)
+    if request.guidance_scale_2 is not None:
+        if "guidance_scale_2" not in parameters:
+            raise invalid(f"{model.name} has no second guidance scale.", "guidance_scale_2")
+        guidance = (*guidance, ("guidance_scale_2", float(request.guidance_scale_2)))
+    return VideoSpec(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt or settings.negative_prompt,
+        seed=secrets.randbits(32) if request.seed is None else request.seed,
+        size=size,
+        output_size=size,
+        steps=_steps(request, model, settings),
+        guidance=guidance,
+        cache=requested_cache(request.cache, default_cache, settings.max_steps),
+        request_id=request_id,
+        image=image,
+        frames=frames,
+        fps=fps,
+        compare=bool(request.compare),
+    )
+
+
+def _frames(request: VideoRequest, video: VideoDefaults, name: str, fps: float) -> int:
+    """The number of frames that a request asks for: exactly, or the nearest to its seconds."""
+    if request.seconds is not None:
+        try:
+            seconds = float(request.seconds)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= MAX_SECONDS:
+            raise invalid(f"seconds must be a number above 0, at most {MAX_SECONDS}.", "seconds")
+        frames = round((seconds * fps - 1) / video.multiple) * video.multiple + 1
+        frames = max(frames, 1)
+        if request.num_frames is not None and request.num_frames != frames:
+            message = (
+                f"num_frames is {request.num_frames}, but {seconds:g} s at {fps:g} frames per second are {frames}: "
+            )
+            raise invalid(f"{message}send only one.", "num_frames")
+        return frames
+    if request.num_frames is None:
+        return video.num_frames
+    if (request.num_frames - 1) % video.multiple:
+        nearest = round((request.num_frames - 1) / video.multiple) * video.multiple + 1
+        message = f"num_frames is {request.num_frames}; {name} generates a multiple of {video.multiple} plus 1"
+        raise invalid(f"{message}, such as {nearest}.", "num_frames")
+    return request.num_frames
+
+
+def _check_texts(request: GenerationRequest, model: ModelInfo, settings: Settings, parameters: frozenset[str]) -> None:
+    """Raise an error for another model, and for a prompt that is too long or not supported."""
+    if request.model not in (None, model.name):
+        hint = did_you_mean(request.model or "", [model.name]) or f" This server has {model.name!r}."
+        raise ApiError(404, f"There is no model {(request.model or '')[:100]!r}.{hint}", "model_not_found", "model")
+    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
+        if text is not None and len(text) > settings.max_prompt:
+            raise too_large(f"{name} has {len(text)} characters; at most {settings.max_prompt} are allowed.", name)
+    if request.negative_prompt and "negative_prompt" not in parameters:
+        raise invalid(f"{model.name} has no negative prompt.", "negative_prompt")
+
+
+def _steps(request: GenerationRequest, model: ModelInfo, settings: Settings) -> int:
+    asked = _merge_aliases("steps", request.steps, "num_inference_steps", request.num_inference_steps)
+    steps = min(model.steps, settings.max_steps) if asked is None else int(asked)
+    if steps > settings.max_steps:
+        raise too_large(f"steps is {steps}; this server allows at most {settings.max_steps}.", "steps")
+    return steps
+
+
 def _output_size(size: str | None, model: ModelInfo, max_size: int, image: Image | None) -> Size:
     if size is None or size == "auto":
         if image is None or model.fixed_size:
             return model.size
-        multiple = model.size_multiple
-        return max(image.width // multiple, 1) * multiple, max(image.height // multiple, 1) * multiple
+        multiple, scale = model.size_multiple, 1.0
+        if model.video is not None:  # time and memory grow with the area: that of the default, in the image's shape
+            scale = min(1.0, math.sqrt(model.size[0] * model.size[1] / (image.width * image.height)))
+        width, height = (max(int(side * scale) // multiple, 1) * multiple for side in image.size)
+        return width, height
     width, height = (int(side) for side in size.split("x"))
     if max(width, height) > max_size:
         raise too_large(f"size is {size}; the longest side may have {max_size} pixels.", "size")
@@ -143,7 +252,7 @@ def format_size(size: Size) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-def _guidance(request: ImageRequest, name: str, parameters: frozenset[str]) -> tuple[tuple[str, float], ...]:
+def _guidance(request: GenerationRequest, name: str, parameters: frozenset[str]) -> tuple[tuple[str, float], ...]:
     """The guidance scales, under the names of the pipeline's parameters."""
     guidance = _merge_aliases("guidance", request.guidance, "guidance_scale", request.guidance_scale)
     if "true_cfg_scale" in parameters:
@@ -181,13 +290,15 @@ _IGNORED: dict[str, tuple[tuple[str, ...], str]] = {  # values that need no note
 }
 
 
-def ignored_fields(request: ImageRequest) -> list[str]:
+def ignored_fields(request: GenerationRequest) -> list[str]:
     """A note for each field of OpenAI's API that has no meaning here."""
     notes = []
     for name, (silent, reason) in _IGNORED.items():
         value = getattr(request, name, None)
         if value is not None and value not in silent:
             notes.append(f"{name} is ignored: {reason}.")
+    if not isinstance(request, ImageRequest):
+        return notes
     if request.output_compression is not None and request.output_format not in ("jpeg", "webp"):
         notes.append("output_compression is ignored: a png is lossless.")
     return notes
@@ -334,8 +445,8 @@ def _type_schema(hint: Any, max_items: int) -> dict[str, Any]:
 # The OpenAPI document
 
 
-_DESCRIPTION = """An image server in the shape of OpenAI's image API. Every response has an `x-request-id`; every error
-is `{"error": {"message", "type", "param", "code"}}`."""
+_DESCRIPTION = """An image and video server in the shape of OpenAI's API. Every response has an `x-request-id`; every
+error is `{"error": {"message", "type", "param", "code"}}`."""
 _REF = "#/components/schemas/{model}"
 _EVENT_DATA = [{"$ref": _REF.format(model=name)} for name in ("PartialImage", "CompletedImage", "ErrorResponse")]
 _EVENTS = ("partial_image", "completed")
@@ -357,6 +468,18 @@ EDIT_BODY = {
         "content": {"multipart/form-data": {"schema": {"$ref": _REF.format(model="EditRequest")}}},
     }
 }
+VIDEO_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": {"$ref": _REF.format(model="VideoRequest")}},
+            "multipart/form-data": {"schema": {"$ref": _REF.format(model="VideoForm")}},
+        },
+    }
+}
+CONTENT_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file.", "content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}}
+}
 IMAGES_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"description": "The images; with `stream`, events.", "content": {"text/event-stream": {"schema": _EVENT}}}
 }
@@ -377,6 +500,10 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
     edit = schemas["EditRequest"] = EditRequest.model_json_schema(ref_template=_REF)
     edit["properties"] = {"image": _UPLOAD} | edit["properties"]
     edit["required"] = ["image", *edit["required"]]
+    video = schemas["VideoRequest"] = VideoRequest.model_json_schema(ref_template=_REF)
+    schemas |= video.pop("$defs")
+    video["properties"]["num_frames"]["anyOf"][0]["maximum"] = settings.max_frames
+    schemas["VideoForm"] = video | {"properties": video["properties"] | {"input_reference": _UPLOAD}}
     # `cache` may be each method by name, settings of the default method, or a target.
     closed = {"type": "object", "additionalProperties": False}
     default = closed | {"title": f"{default_method}, the default"}
@@ -389,12 +516,13 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
         for method in methods()
     ]
     by_target = {"type": "object", "title": "target", "properties": target, "required": ["target"]}
-    for schema in (schemas["ImageRequest"], edit):
+    for schema in (schemas["ImageRequest"], edit, video):
         request = schema["properties"]
-        request["n"]["anyOf"][0]["maximum"] = settings.max_images
+        if schema is not video:
+            request["n"]["anyOf"][0]["maximum"] = settings.max_images
+            request["partial_images"]["anyOf"][0]["maximum"] = settings.max_previews
         for name in ("steps", "num_inference_steps"):
             request[name]["anyOf"][0]["maximum"] = settings.max_steps
-        request["partial_images"]["anyOf"][0]["maximum"] = settings.max_previews
         request["prompt"]["maxLength"] = settings.max_prompt
         request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
         request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}

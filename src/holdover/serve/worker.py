@@ -1,8 +1,9 @@
-"""The worker: a thread that owns the pipeline and its cache, takes batches from the queue and generates images."""
+"""The worker: a thread that owns the pipeline and its cache, takes batches from the queue and generates them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import queue
@@ -12,8 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..base import CacheBackend
@@ -26,11 +31,31 @@ from ..profiles import MethodProfile, find
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
 from ..selector import backend_for_config, own_config
 from ..stats import GenerationStats
-from .errors import ApiError, internal, invalid, unavailable
+from ..video import write_video
+from .errors import ApiError, internal, invalid, storage_failed, unavailable
 from .metrics import WorkerMetrics
 from .model import OnStep, PreviewDecoder, ServedModel, load_model
-from .queue import BatchQueue, GeneratedImage, ImageBackend, Pixels, Preview, QueueItem
-from .schemas import CacheReport, FrontierPoint, GenerationInfo, MethodTotals, ProfileReport, Seconds
+from .queue import (
+    BatchQueue,
+    GeneratedImage,
+    GeneratedVideo,
+    ImageBackend,
+    ImageSpec,
+    Pixels,
+    Preview,
+    Progress,
+    QueueItem,
+    VideoSpec,
+)
+from .schemas import (
+    CacheReport,
+    FrontierPoint,
+    GenerationInfo,
+    MethodTotals,
+    ProfileReport,
+    Seconds,
+    VideoComparison,
+)
 from .settings import Settings
 from .validation import TARGET_METHOD, ModelInfo, format_size
 
@@ -56,6 +81,7 @@ class Worker(ImageBackend):
         self._profile, self._notes = ProfileReport(), list[str]()
         self._totals: defaultdict[str, MethodTotals] = defaultdict(MethodTotals)
         self._last: GenerationInfo | None = None
+        self._plain: tuple[VideoSpec, Pixels, GenerationInfo] | None = None  # the last video without a cache
         self._new_defaults: queue.SimpleQueue[tuple[Config, Future[None]]] = queue.SimpleQueue()
         self._failures = 0  # in a row
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
@@ -159,20 +185,26 @@ class Worker(ImageBackend):
         for item in batch:
             item.notify("started")
         try:
-            with switch.use(cache) as backend:
-                _check_cancelled(batch)  # setting a method up may take a while
-                on_step = self._step_callback(batch, model, backend)
-                pixels = model.generate([item.spec for item in batch], on_step)
-                stats = backend.stats().last
-            self._finish(batch, pixels, model, stats or GenerationStats(cache.method, {}), start)
+            if isinstance(batch[0].spec, VideoSpec):
+                self._generate_video(batch[0], batch[0].spec, model, switch)
+            else:
+                with switch.use(cache) as backend:
+                    _check_cancelled(batch)  # setting a method up may take a while
+                    on_step = self._step_callback(batch, model, backend)
+                    pixels = model.generate([item.spec for item in batch], on_step)
+                    stats = backend.stats().last
+                self._finish(batch, pixels, model, stats or GenerationStats(cache.method, {}), start)
             self._failures = 0
         except CancelledGenerationError:
             self._metrics.cancelled.inc(len(batch))
+        except ApiError as error:
+            _fail(batch, error)
         except HoldoverError as error:
             param = "cache" if cache.as_dict().get("target") is None else "cache.target"
             _fail(batch, invalid(str(error), param, "cannot_cache"))
         except torch.OutOfMemoryError:
-            _fail(batch, ApiError(503, "The device is out of memory: request a smaller image.", "out_of_memory"))
+            message = f"The device is out of memory: request a smaller {batch[0].spec.noun}."
+            _fail(batch, ApiError(503, message, "out_of_memory"))
         except Exception:
             logger.exception("requests %s failed", ", ".join(item.spec.request_id for item in batch))
             self._failures += 1
@@ -202,11 +234,21 @@ class Worker(ImageBackend):
         self, batch: Sequence[QueueItem], images: Pixels, model: ServedModel, stats: GenerationStats, start: float
     ) -> None:
         """Record the batch, and resolve the futures of its items."""
-        seconds, first = time.monotonic() - start, batch[0].spec
-        self._queue.admission.record(seconds / len(batch))
+        first = batch[0].spec
+        self._queue.admission.record((time.monotonic() - start) / len(batch))
+        infos = self._record([item.spec for item in batch], [start - item.submitted for item in batch], stats, start)
+        image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
+        for item, pixels, info in zip(batch, images, infos, strict=True):
+            item.notify(GeneratedImage(pixels, info, (model.count_tokens(item.spec.prompt), image_tokens)))
+
+    def _record(
+        self, specs: Sequence[ImageSpec], queued: Sequence[float], stats: GenerationStats, start: float
+    ) -> list[GenerationInfo]:
+        """Count a generation that has just ended, and describe each image of it."""
+        seconds, first = time.monotonic() - start, specs[0]
         infos = [
             GenerationInfo(
-                seed=item.spec.seed,
+                seed=spec.seed,
                 method=first.cache.method,
                 settings=first.cache.as_dict(),
                 steps=first.steps,
@@ -215,24 +257,82 @@ class Worker(ImageBackend):
                 held=dict(stats.held),
                 trace=_traces(stats),
                 seconds=Seconds(
-                    queued=start - item.submitted,
-                    generation=seconds,
-                    computed=stats.seconds(True),
-                    held=stats.seconds(False),
+                    queued=waited, generation=seconds, computed=stats.seconds(True), held=stats.seconds(False)
                 ),
-                batch=len(batch),
+                batch=len(specs),
                 held_bytes=stats.peak_bytes,
             )
-            for item in batch
+            for spec, waited in zip(specs, queued, strict=True)
         ]
         computed, held = sum(stats.computed.values()), sum(stats.held.values())
-        done = MethodTotals(images=len(batch), generations=1, computed=computed, held=held, peak_bytes=stats.peak_bytes)
+        done = MethodTotals(images=len(specs), generations=1, computed=computed, held=held, peak_bytes=stats.peak_bytes)
         self._totals[first.cache.method].add(done)
         self._last = infos[-1]
         self._metrics.record(infos)
-        image_tokens = first.size[0] * first.size[1] // model.info.size_multiple**2
-        for item, pixels, info in zip(batch, images, infos, strict=True):
-            item.notify(GeneratedImage(pixels, info, (model.count_tokens(item.spec.prompt), image_tokens)))
+        return infos
+
+    def _generate_video(self, item: QueueItem, spec: VideoSpec, model: ServedModel, switch: CacheSwitch) -> None:
+        """Generate a video, first without a cache if it is compared, and write its files.
+
+        The frames of the last video without a cache are kept: other settings of a method are compared with them.
+        """
+        start, steps, plain = time.monotonic(), 0, self._plain
+
+        def run(one: VideoSpec) -> tuple[VideoSpec, Pixels, GenerationInfo]:
+            begun = time.monotonic()
+
+            def on_step(step: int, latents: torch.Tensor) -> None:
+                _check_cancelled([item])
+                item.notify(Progress(steps + step + 1, total))
+
+            with switch.use(one.cache) as backend:
+                _check_cancelled([item])  # setting a method up may take a while
+                pixels = model.generate([one], on_step)
+                stats = backend.stats().last or GenerationStats(one.cache.method, {})
+            return one, pixels, self._record([one], [start - item.submitted], stats, begun)[0]
+
+        uncached = replace(spec, cache=NoneConfig(), compare=False, path="", request_id="")
+        if plain is None or plain[0] != uncached or not spec.compare:
+            plain = None
+        total = spec.steps * (2 if spec.compare and plain is None else 1)
+        if spec.compare and plain is None:
+            self._plain = None  # no third video in memory
+            plain = self._plain = run(uncached)
+            steps = spec.steps
+        _, pixels, info = run(spec)
+        comparison = None
+        if plain is not None:
+            comparison = compare_videos(plain[1], pixels, plain[2], info)
+            _write_video(spec, spec.plain_path, plain[1], plain[2])
+        _check_cancelled([item])
+        _write_video(spec, spec.path, pixels, info)
+        self._queue.admission.record(time.monotonic() - start)
+        if not item.notify(GeneratedVideo(info, comparison)):  # it was deleted meanwhile
+            for path in (spec.path, spec.plain_path):
+                Path(path).unlink(missing_ok=True)
+
+
+def compare_videos(plain: Pixels, cached: Pixels, before: GenerationInfo, after: GenerationInfo) -> VideoComparison:
+    """The difference between two videos of (F, H, W, 3) bytes, and between the times they took."""
+    errors = [float(((a.astype(np.float64) - b) ** 2).mean()) / 255**2 for a, b in zip(plain, cached, strict=True)]
+    decibels = [-10 * math.log10(error) if error else None for error in (*errors, fmean(errors))]
+    return VideoComparison(
+        psnr=decibels.pop(),
+        psnr_frames=decibels,
+        equal=not any(errors),
+        speedup=before.seconds.generation / after.seconds.generation,
+        plain=before,
+    )
+
+
+def _write_video(spec: VideoSpec, path: str, pixels: Pixels, info: GenerationInfo) -> None:
+    """Write an MP4 that says how it was generated, without its prompt."""
+    frames = (torch.from_numpy(frame).movedim(-1, 0) / 255 for frame in pixels)
+    comment = {name: getattr(info, name) for name in ("seed", "steps", "method", "settings")}
+    try:
+        write_video(Path(path), frames, spec.fps, json.dumps(comment))
+    except HoldoverError as error:
+        raise storage_failed(str(error)) from error
 
 
 def _check_cancelled(batch: Sequence[QueueItem]) -> None:

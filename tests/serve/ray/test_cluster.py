@@ -19,9 +19,12 @@ import httpx
 import psutil
 import pytest
 import yaml
+from diffusers import WanPipeline
 from openai import OpenAI
 
 from holdover.serve import running
+from tiny.pipelines_image import byte_tokenizer
+from tiny.prompted import prompted_wan
 
 from ..conftest import MAG
 from ..servers import PATIENCE, Client, eventually, image_bytes, nearly_equal
@@ -367,3 +370,34 @@ def test_wrong_settings_fail_with_our_message_and_the_application_goes_on(server
     server.deploy(*STARTED, max_bach=3)
     assert "RaySettings has no setting 'max_bach'. Did you mean 'max_batch'?" in server.failure()
     assert server.generate().status_code == 200
+
+
+# Another model
+
+
+def test_videos_are_known_to_every_ingress(server: Cluster, tmp_path: Path) -> None:
+    """Two ingresses share the folder; the replica writes the files."""
+    wan = WanPipeline(**prompted_wan().components | {"tokenizer": byte_tokenizer()}, boundary_ratio=0.875)
+    wan.save_pretrained(tmp_path / "wan")
+    server.deploy("none", {}, model=str(tmp_path / "wan"), replicas=1, fronts=2, video_dir=str(tmp_path / "videos"))
+
+    def serves_videos() -> bool:
+        answer = server.http.get("/v1/models")
+        return answer.status_code == 200 and answer.json()["data"][0]["video"] is not None
+
+    assert eventually(lambda: all(serves_videos() for _ in range(20)))  # the previous ingress has ended
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=PATIENCE, max_retries=0)
+    asked = {"num_frames": 5, "steps": 4, "seed": 1, "guidance": 1.0, "compare": True, "cache": {"method": "none"}}
+    with pytest.deprecated_call():
+        video = client.videos.create_and_poll(prompt="ghost", size="64x64", extra_body=asked, poll_interval_ms=100)  # type: ignore[arg-type]
+    assert (video.status, video.comparison["equal"]) == ("completed", True), video.error  # type: ignore[attr-defined]
+
+    def answered() -> set[str]:
+        found = server.http.get(f"/v1/videos/{video.id}").json()
+        assert (found["status"], found["holdover"]) == ("completed", video.holdover)  # type: ignore[attr-defined]
+        return {*by_replica(server, "holdover_requests_total", route="/v1/videos/{video_id}")}
+
+    assert eventually(lambda: len(answered()) == 2)
+    assert server.http.get(f"/v1/videos/{video.id}/content").content[4:8] == b"ftyp"
+    assert server.http.delete(f"/v1/videos/{video.id}").json()["deleted"]
+    assert server.http.get(f"/v1/videos/{video.id}").status_code == 404

@@ -14,7 +14,7 @@ export const key = {
 };
 
 async function ask(path, options = {}) {
-  const headers = { "content-type": "application/json" };
+  const headers = options.body instanceof FormData ? {} : { "content-type": "application/json" };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   const response = await fetch(path, { ...options, headers });
   if (!response.ok) {
@@ -40,6 +40,28 @@ export async function generate(request, signal, onPartial) {
   }
   throw new ApiError(0, { message: "The stream ended before the image was finished." });
 }
+
+/** Generates a video with and without a cache; `onProgress` gets its record. Resolves to the finished record. */
+export async function generateVideo(request, image, signal, onProgress) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(request)) form.set(name, typeof value === "string" ? value : JSON.stringify(value));
+  if (image) form.set("input_reference", image);
+  const { id } = await (await ask("/v1/videos", { method: "POST", body: form })).json();
+  for (;;) {
+    if (signal.aborted) {
+      await ask(`/v1/videos/${id}`, { method: "DELETE" }).catch(() => {}); // it has finished, or the server is gone
+      signal.throwIfAborted();
+    }
+    const video = await get(`/v1/videos/${id}`);
+    onProgress(video);
+    if (video.status === "completed") return video;
+    if (video.status === "failed") throw new ApiError(400, video.error);
+    await new Promise((resolve) => setTimeout(resolve, 250));
+  }
+}
+
+/** The file of a video as an address for a player; a player's own requests would have no key. */
+export const videoFile = async (id, variant) => URL.createObjectURL(await (await ask(`/v1/videos/${id}/content?variant=${variant}`)).blob());
 
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();

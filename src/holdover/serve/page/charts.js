@@ -8,12 +8,15 @@ export function strip(root, trace, steps) {
   root.replaceChildren(
     ...branches.map(([branch, text]) => {
       const cells = Array.from({ length: Math.max(steps, text.length) }, (_, i) => element("i", { className: `cell ${text[i] ?? ""}` }));
-      return element("div", { className: "branch" }, element("span", {}, branch), element("div", { className: "cells" }, ...cells));
+      return element("div", { className: "branch" }, element("span", { title: branch }, shortName(branch)), element("div", { className: "cells" }, ...cells));
     }),
   );
   const label = branches.map(([branch, text]) => `${branch}: ${count(text, "C")} computed, ${count(text, "h")} held`);
   root.setAttribute("aria-label", label.join("; ") || "No steps yet");
 }
+
+/** Of the branches of two transformers: `1 cond`, `2 cond`. */
+const shortName = (branch) => branch.replace(/^transformer(?:_(\d))?\//, (_, number) => `${number ?? 1} `);
 
 export const count = (text, letter) => text.split(letter).length - 1;
 

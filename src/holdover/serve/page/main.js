@@ -1,13 +1,13 @@
-// The page: one prompt, generated without and with a cache.
+// The page: one prompt, generated without and with a cache, as an image or a video.
 
-import { ApiError, compare, generate, get, key } from "./api.js";
+import { ApiError, compare, generate, generateVideo, get, key, videoFile } from "./api.js";
 import { count, plot, strip } from "./charts.js";
 import { element, methodButtons, settingInputs, settingValues, words } from "./controls.js";
 
 const $ = (id) => document.getElementById(id);
 const SUBJECTS = ["red apple", "cat with sunglasses", "rocket", "cactus", "ghost", "pizza", "happy frog", "birthday cake"];
 const SCALES = ["guidance", "cfg_scale"]; // each sent only if the model has it
-const state = { model: null, methods: [], cache: null, given: {}, running: null, plain: new Map(), points: [], frontier: [] };
+const state = { model: null, methods: [], cache: null, given: {}, running: null, plain: new Map(), points: [], frontier: [], lastPlain: null };
 
 async function start() {
   try {
@@ -36,6 +36,7 @@ function showModel(model, cache) {
     $(`${scale}-label`).hidden = $(scale).disabled = model[scale] === null;
     $(scale).value = model[scale] ?? "";
   }
+  showVideoFields(model.video);
   $("size").value = model.size;
   $("sizes").replaceChildren(...sizes(model).map((value) => element("option", { value })));
   $("style").replaceChildren(element("option", { value: "" }, "none"), ...Object.values(model.styles).map((style) => element("option", { value: style }, style.replace(/ style$/, ""))));
@@ -53,6 +54,16 @@ function showModel(model, cache) {
   updatePlot();
   if (state.frontier.length) $("plot-note").textContent = "The line is the frontier in the model's profile; each point is a setting you tried.";
   if (linked) run();
+}
+
+function showVideoFields(video) {
+  for (const name of ["frames", "fps"]) $(`${name}-label`).hidden = $(name).disabled = !video;
+  $("image-label").hidden = !video || video.image === "none";
+  $("image").required = video?.image === "required";
+  for (const metric of ["ssim", "lpips"]) $(metric).closest("div").hidden = Boolean(video);
+  if (!video) return;
+  Object.assign($("frames"), { value: video.num_frames, step: video.multiple });
+  $("fps").value = video.fps;
 }
 
 /** Sizes to choose from; the field takes any other too. */
@@ -73,7 +84,7 @@ function showSettings(values) {
 
 // Links: the address contains the settings.
 
-const FIELDS = ["prompt", "negative", "style", "size", "steps", "guidance", "cfg_scale", "seed"];
+const FIELDS = ["prompt", "negative", "style", "size", "steps", "frames", "fps", "guidance", "cfg_scale", "seed"];
 
 function link() {
   const used = FIELDS.filter((name) => !$(name).closest("[hidden]") && !(name === "negative" && $(name).value === ""));
@@ -109,7 +120,9 @@ const requestBody = (cache, steps) => ({
   size: $("size").value,
   seed: Number($("seed").value),
   steps,
-  partial_images: state.model.partial_images ? Math.min(steps - 1, 15, state.model.limits.max_previews) : 0,
+  ...(state.model.video
+    ? { num_frames: Number($("frames").value), fps: Number($("fps").value), compare: true }
+    : { partial_images: state.model.partial_images ? Math.min(steps - 1, 15, state.model.limits.max_previews) : 0 }),
   cache,
 });
 
@@ -124,6 +137,10 @@ async function run() {
   try {
     const steps = Number($("steps").value);
     const cache = { method: method().method, ...settingValues(method(), $("settings")) };
+    if (state.model.video) {
+      await runVideo(requestBody(cache, steps), control.signal);
+      return showStatus("");
+    }
     const plain = await generatePlain(requestBody({ method: "none" }, steps), control.signal);
     showStatus("Generating with the cache…");
     const cached = await generateInto("cached", requestBody(cache, steps), control.signal);
@@ -148,6 +165,48 @@ async function generatePlain(request, signal) {
     finish("plain", state.plain.get(name));
   }
   return state.plain.get(name);
+}
+
+/** One job generates both videos; the one without a cache is generated first, unless the server has it from the last run. */
+async function runVideo(request, signal) {
+  const { cache, ...rest } = request;
+  const image = $("image-label").hidden ? undefined : $("image").files[0];
+  const name = JSON.stringify([rest, image?.name, image?.lastModified]);
+  const both = state.lastPlain !== name;
+  try {
+    const done = await generateVideo(request, image, signal, ({ status, progress, steps }) => {
+      if (status === "queued") return showStatus("Waiting for other videos…");
+      const step = Math.round((progress / 100) * steps * (both ? 2 : 1));
+      const [id, own] = both && step < steps ? ["plain", step] : ["cached", step - (both ? steps : 0)];
+      showStatus(id === "plain" ? "Generating without a cache…" : "Generating with the cache…");
+      for (const side of ["plain", "cached"]) $(side).classList.toggle("active", side === id);
+      $(id).querySelector(".bar").style.transform = `scaleX(${own / steps})`;
+      $(id).querySelector(".time").textContent = `step ${own} of ${steps}`;
+      if (both && id === "cached") $("plain").querySelector(".time").textContent = `step ${steps} of ${steps}`;
+    });
+    state.lastPlain = name;
+    await Promise.all([showVideo("plain", done, done.comparison.plain), showVideo("cached", done, done.holdover)]);
+    for (const player of players()) player.currentTime = 0;
+    await Promise.all(players().map((player) => player.play().catch(() => {}))); // a browser may not allow it
+    const { psnr, equal, plain } = done.comparison;
+    showNumbers(plain, done.holdover, { psnr, equal }, cache);
+  } finally {
+    for (const side of ["plain", "cached"]) $(side).classList.remove("active");
+  }
+}
+
+const players = () => ["plain", "cached"].map((id) => $(id).querySelector("video"));
+
+async function showVideo(id, { id: video, steps, size }, holdover) {
+  const player = $(id).querySelector("video");
+  URL.revokeObjectURL(player.src);
+  player.src = await videoFile(video, id === "plain" ? "plain" : "video");
+  player.hidden = false;
+  player.setAttribute("aria-label", `${id}: ${$("prompt").value}`);
+  $(id).querySelector(".frame").style.aspectRatio = size.replace("x", " / ");
+  strip($(id).querySelector(".strip"), holdover.trace, steps);
+  finish(id, { holdover });
+  await new Promise((resolve) => player.addEventListener("loadeddata", resolve, { once: true }));
 }
 
 async function generateInto(id, request, signal) {
@@ -184,16 +243,18 @@ function finish(id, { holdover }) {
 }
 
 async function showResult(plain, cached, cache) {
-  const speed = plain.holdover.seconds.generation / cached.holdover.seconds.generation;
-  const { psnr, ssim, lpips, equal } = await compare(plain.b64_json, cached.b64_json);
+  showNumbers(plain.holdover, cached.holdover, await compare(plain.b64_json, cached.b64_json), cache);
+}
+
+function showNumbers(plain, cached, { psnr, ssim, lpips, equal }, cache) {
   const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
-  const [computed, held] = [sum(cached.holdover.computed), sum(cached.holdover.held)];
-  $("speed").textContent = `${speed.toFixed(2)}×`;
+  const [computed, held] = [sum(cached.computed), sum(cached.held)];
+  $("speed").textContent = `${(plain.seconds.generation / cached.seconds.generation).toFixed(2)}×`;
   $("psnr").textContent = equal ? "identical" : `${psnr.toFixed(1)} dB`;
   $("ssim").textContent = ssim?.toFixed(3) ?? "–";
   $("lpips").textContent = lpips?.toFixed(4) ?? "–";
   $("forwards").textContent = `${computed} of ${computed + held}`;
-  $("bytes").textContent = bytes(cached.holdover.held_bytes);
+  $("bytes").textContent = bytes(cached.held_bytes);
   state.points.push({ method: cache.method, speed: (computed + held) / computed, psnr: equal ? 60 : psnr, label: labelOf(cache) });
   updatePlot();
 }
@@ -262,6 +323,11 @@ $("dice").addEventListener("click", () => {
   $("seed").value = crypto.getRandomValues(new Uint32Array(1))[0] % 100000;
   updateLink();
 });
+for (const player of players()) {
+  for (const [event, shown] of [["pointerenter", true], ["focus", true], ["pointerleave", false], ["blur", false]]) {
+    player.addEventListener(event, () => (player.controls = shown)); // they would cover a small video
+  }
+}
 $("key").addEventListener("change", () => {
   key.set($("key").value);
   clearMessages();

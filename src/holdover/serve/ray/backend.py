@@ -28,7 +28,7 @@ from ...errors import ConfigError, HoldoverError, did_you_mean
 from ...selector import own_config
 from ..errors import internal, unavailable
 from ..metrics import merge_metrics
-from ..queue import Admission, GeneratedImage, ImageBackend, Preview, QueueItem
+from ..queue import Admission, Generated, ImageBackend, Preview, Progress, QueueItem
 from ..schemas import CacheReport, GenerationInfo, MethodTotals, ProfileReport
 from ..settings import RaySettings, Settings
 from ..validation import ModelInfo
@@ -251,7 +251,7 @@ class RayBackend(ImageBackend):
     def submit(self, items: Sequence[QueueItem]) -> None:
         if self._closed:
             raise unavailable("The server is shutting down.", "shutting_down")
-        self._admission.check(len(items), len(self._queued))
+        self._admission.check(items, len(self._queued))
         self._queued.update(items)
         task = asyncio.create_task(self._generate(items))
         self._requests.add(task)
@@ -260,7 +260,7 @@ class RayBackend(ImageBackend):
             self._requests.discard(task)
             self._queued.difference_update(items)
 
-        def cancel(future: Future[GeneratedImage]) -> None:
+        def cancel(future: Future[Any]) -> None:
             if future.cancelled() and all(item.future.done() for item in items):
                 task.cancel()
 
@@ -310,9 +310,9 @@ class RayBackend(ImageBackend):
                     if event.step <= last_steps[item]:
                         continue  # sent before a replica died
                     last_steps[item] = event.step
-                else:
+                elif not isinstance(event, Progress):
                     finished += 1
-                if isinstance(event, GeneratedImage):
+                if isinstance(event, Generated):
                     self._last = event.info
                     self._admission.record(event.info.seconds.generation / event.info.batch)
                 if finished == len(left):

@@ -1,4 +1,4 @@
-"""The Ray Serve application: an ingress that answers HTTP, replicas that generate images; `holdover serve --ray`."""
+"""The Ray Serve application: an ingress that answers HTTP, replicas that generate; `holdover serve --ray`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from ...errors import HoldoverError
 from ..errors import ApiError
 from ..launch import ServeError, configure_logging, free_port
-from ..queue import Event, GeneratedImage, ImageSpec, QueueItem, follow
+from ..queue import Event, Generated, ImageSpec, QueueItem, follow
 from ..schemas import CacheReport
 from ..settings import RaySettings, api_keys
 from ..validation import ModelInfo
@@ -111,7 +112,7 @@ class Replica:
         try:
             while left:
                 index, event = await events.get()
-                left -= isinstance(event, (GeneratedImage, ApiError))
+                left -= isinstance(event, Generated | ApiError)
                 yield index, event
         finally:
             for item in items:
@@ -133,7 +134,7 @@ class Ingress:
         from ..app import create_app
 
         configure_logging(settings, "holdover")
-        context = ray_serve.get_replica_context()
+        context, self._grace = ray_serve.get_replica_context(), settings.grace
         self._backend = RayBackend(settings, replicas, DeploymentHandle(context.deployment, context.app_name))
         self._app = create_app(settings, keys, self._backend, behind_proxy=True)
 
@@ -145,7 +146,8 @@ class Ingress:
         await self._backend.reconfigure(cache)
 
     async def close(self) -> None:
-        """Accept no more images, and return when all that were accepted are generated."""
+        """Accept no more requests, and return when all images that were accepted are generated."""
+        await self._app.state.videos.stop(self._grace)
         await self._backend.stop()
 
     async def named_metrics(self) -> tuple[str, bytes]:
@@ -157,7 +159,8 @@ def build(settings: RaySettings) -> ray_serve.Application:
     """The application; the cache settings are Serve's `user_config`, which may change while replicas run."""
     cache = pack_cache({name: getattr(settings, name) for name in CACHE_SETTINGS})
     defaults = RaySettings()
-    fixed = settings.replaced(**{name: getattr(defaults, name) for name in CACHE_SETTINGS})
+    folder = str(Path(settings.video_dir).expanduser().absolute())  # the processes may have other working directories
+    fixed = settings.replaced(video_dir=folder, **{name: getattr(defaults, name) for name in CACHE_SETTINGS})
     count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         count = {"autoscaling_config": settings.autoscaling_config}
