@@ -13,12 +13,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    TaylorSeerCacheConfig,
+    UniPCMultistepScheduler,
+)
 from torch import Tensor
 
 import holdover
 from holdover.compare import SecondOrderScheduler
-from holdover.metrics import Summary, psnr, ssim
+from holdover.metrics import METRICS, Summary, lpips, psnr, ssim
 from holdover.profiles import Profile
 
 # How much is measured
@@ -99,12 +104,16 @@ Count = Callable[[], float]
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method with its settings; `around(pipe)` enables it and yields a function that counts computed steps."""
+    """A method with its settings; `around(pipe)` enables it and yields a function that counts computed steps.
+
+    `kind` says how it is made: the name of a method of holdover, or the class of one of diffusers' configs.
+    """
 
     title: str
     around: Callable[[Any], AbstractContextManager[Count]]
     settings: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
+    kind: str = "none"
 
     @property
     def key(self) -> str:
@@ -125,22 +134,23 @@ def cached(title: str, name: str, **settings: Any) -> Method:
         with holdover.enable(pipe, name, **settings) as cache:
             yield lambda: fmean(cache.stats().generations[-1].computed.values())
 
-    return Method(title, around, _as_json(settings))
+    return Method(title, around, _as_json(settings), kind=name)
 
 
-def diffusers_cache(title: str, settings: dict[str, Any], config: Callable[[], Any]) -> Method:
-    """One of diffusers' own caches, by the config that it is enabled with."""
+def diffusers_cache(title: str, config: type, **settings: Any) -> Method:
+    """One of diffusers' own caches, by the config that it is enabled with; TaylorSeer's factors in single precision."""
+    more = {"taylor_factors_dtype": torch.float32} if config is TaylorSeerCacheConfig else {}
 
     @contextmanager
     def around(pipe: Any) -> Iterator[Count]:
-        pipe.transformer.enable_cache(config())
+        pipe.transformer.enable_cache(config(**settings, **more))
         try:
             with count_steps(pipe) as count:
                 yield count
         finally:
             pipe.transformer.disable_cache()
 
-    return Method(title, around, settings)
+    return Method(title, around, settings, kind=config.__name__)
 
 
 def fewer(steps: int, order: int) -> Method:
@@ -198,7 +208,7 @@ def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
 
 PROMPTS = Path(__file__).parent / "prompts.txt"
 GUIDANCE = 3.0
-FIRST_SEED = 2_000_000  # of the test images; calibration and tuning use others
+FIRST_SEED, SEARCH_SEED = 2_000_000, 3_000_000  # of the test and search images; calibration and tuning use others
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "Euler": lambda own: own,
@@ -238,45 +248,47 @@ class Bench:
         self.pipe.set_progress_bar_config(disable=True)
         self.prompts = PROMPTS.read_text(encoding="utf-8").splitlines()[: scale.prompts]
         self.calibration_prompts = self.pipe.calibration_prompts()
+        self.search_prompts = self.calibration_prompts[-scale.searched :]
         self.folder = TemporaryDirectory()
-        self._references: dict[Sampling, torch.Tensor] = {}
+        self._references: dict[tuple[Sampling, bool], torch.Tensor] = {}
         self._profiles: dict[tuple[Sampling, int], Profile] = {}
 
-    def generate(self, method: Method, sampling: Sampling, count: int | None = None) -> Generated:
-        """The images of the first `count` prompts, or of all."""
+    def generate(self, method: Method, sampling: Sampling, searched: bool = False) -> Generated:
+        """The images of the test prompts, or of those that settings are searched on."""
         images, computed, seconds = [], [], []
-        prompts = self.prompts[:count]
+        prompts, first_seed = (self.search_prompts, SEARCH_SEED) if searched else (self.prompts, FIRST_SEED)
         with self._scheduler(sampling.scheduler), method.around(self.pipe) as count:
             for start in range(0, len(prompts), self.scale.batch):
                 part = prompts[start : start + self.scale.batch]
                 begin = self._now()
-                images.append(self.generate_batch(part, FIRST_SEED + start, sampling, method.steps))
+                images.append(self.generate_batch(part, first_seed + start, sampling, method.steps))
                 seconds.append((self._now() - begin) / len(part))
                 computed.append(count())
         return Generated(torch.cat(images), fmean(computed), min(seconds))
 
-    def reference(self, sampling: Sampling) -> torch.Tensor:
-        """The uncached images of all prompts."""
-        if sampling not in self._references:
-            self._references[sampling] = self.generate(uncached(), sampling).images
-        return self._references[sampling]
+    def reference(self, sampling: Sampling, searched: bool = False) -> torch.Tensor:
+        """The uncached images of the same prompts."""
+        if (sampling, searched) not in self._references:
+            self._references[sampling, searched] = self.generate(uncached(), sampling, searched).images
+        return self._references[sampling, searched]
 
     def score(self, method: Method, sampling: Sampling) -> tuple[float, float]:
-        """Computed steps and mean PSNR on the prompts that settings are searched on."""
-        generated = self.generate(method, sampling, self.scale.searched)
-        values = psnr(generated.images, self.reference(sampling)[: len(generated.images)])
+        """Computed steps and mean PSNR on the prompts that settings are searched on, none of which is tested."""
+        generated = self.generate(method, sampling, searched=True)
+        values = psnr(generated.images, self.reference(sampling, searched=True))
         return generated.computed, Summary.of(values.tolist()).mean
 
     def row(self, method: Method, sampling: Sampling, wanted: int) -> Row:
         """All figures of one method over all prompts."""
         reference, generated = self.reference(sampling), self.generate(method, sampling)
-        figures = {"psnr": psnr(generated.images, reference), "ssim": ssim(generated.images, reference)}
+        figures = {metric.__name__: metric(generated.images, reference) for metric in (psnr, ssim, lpips)}
         return {
             "method": method.title,
             "steps": sampling.steps,
             "wanted": wanted,
             "computed": round(generated.computed, 2),
-            **{name: _figures(values) for name, values in figures.items()},
+            **{name: _figures(values, METRICS[name].higher_is_better) for name, values in figures.items()},
+            "kind": method.kind,
             "settings": method.settings,
             "course": asdict(sampling),
         }
@@ -365,6 +377,6 @@ class Bench:
             self.pipe.scheduler = own
 
 
-def _figures(values: torch.Tensor) -> dict[str, float | None]:
-    summary = Summary.of(values.tolist()).as_dict()
+def _figures(values: torch.Tensor, higher_is_better: bool) -> dict[str, float | None]:
+    summary = Summary.of(values.tolist(), higher_is_better).as_dict()
     return {name: value if value is None else round(value, 4) for name, value in summary.items() if name != "count"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -33,10 +34,13 @@ FEW_STEPS, FEW_BUDGETS = 8, (5, 6, 7)
 OTHERS: dict[str, Table] = {
     "hold, uniform": rows.held,
     "fewer steps": rows.fewer_steps,
+    "after L2P": rows.after_l2p,
+    "after DPCache": rows.after_dpcache,
     "cache_dit": rows.cache_dit,
     "diffusers TaylorSeer": rows.diffusers_taylorseer,
     "diffusers first-block": rows.diffusers_first_block,
     "diffusers MagCache": rows.diffusers_mag,
+    "diffusers SeaCache": rows.diffusers_sea,
     "tea_cache": rows.tea_cache,
     "mag_cache": rows.mag_cache,
     "easy_cache": rows.easy_cache,
@@ -97,6 +101,32 @@ def measure(scale: Scale, device: str, out: Path, limit: float, wanted: Sequence
         save(figures, scale, out)
     bench.folder.cleanup()
     return figures
+
+
+def measure_side_by_side(scale: Scale, arguments: list[str], out: Path, wanted: Sequence[str], jobs: int) -> None:
+    """Run every part in a process of its own, into a file of its own, and put the files together."""
+    names = [name for name in all_parts(scale) if not wanted or any(w in name for w in wanted)]
+    folder = out.with_suffix(".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    running: list[subprocess.Popen[bytes]] = []
+    for number, name in enumerate(names):
+        while sum(process.poll() is None for process in running) >= jobs:
+            time.sleep(0.2)
+        own = ["--jobs", "1", "--part", name, "--out", str(folder / f"{number}.json")]
+        running.append(subprocess.Popen([sys.executable, "-m", "benchmarks.quality", *arguments, *own]))
+    for process in running:
+        process.wait()
+    merge(sorted(folder.glob("*.json")), scale, out)
+
+
+def merge(files: Sequence[Path], scale: Scale, out: Path) -> None:
+    """Put the parts of several result files of the same setting into one."""
+    found: list[Figures] = [json.loads(file.read_text()) for file in files]
+    figures = (json.loads(out.read_text()) if out.exists() else found[0]) | {"parts": {}}
+    for name in all_parts(scale):
+        for part in (other["parts"][name] for other in found if name in other["parts"]):
+            figures["parts"][name] = part
+    save(figures, scale, out)
 
 
 def save(figures: Figures, scale: Scale, out: Path) -> None:

@@ -12,21 +12,23 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from math import sqrt
 from typing import Any
 
-import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+import numpy as np
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, SeaCacheConfig, TaylorSeerCacheConfig
 
 from holdover.grid import Grid
+from holdover.plan.error_model import Measurements, fit_output, held_steps
+from holdover.plan.planner import search_profile
 from holdover.plan.search import growing, uniform
 from holdover.policies.base import schedule
 from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
-from holdover.profiles import Profile
+from holdover.profiles import MeasuredPlan, Profile
 from holdover.profiles.profile import EFFORTS
 
 from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer
@@ -90,6 +92,34 @@ def efforts(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Ro
 def polished(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
     """Plans improved by trial runs on calibration prompts only."""
     return [bench.row(plan(bench.polish(sampling, b), POLISHED, budget=b), sampling, b) for b in budgets]
+
+
+def after_l2p(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
+    """L2P's rule (arXiv 2604.26365): a uniform schedule, weights over all computed outputs fitted to each held one."""
+    profile = bench.profile(sampling)
+    facts, found = profile.facts, []
+    gram = Measurements(np.array(facts.noise), profile.grams, profile.growth, facts.mix).merged.mean_gram
+    ranges = ((0, sampling.steps - 1),)
+    for budget in budgets:
+        computed = uniform(sampling.steps, budget)
+        held = sorted(held_steps(computed, ranges).items())
+        weights = [value for step, before in held for value in fit_output(before, step, gram).values]
+        fixed = {"noise": facts.noise, "scheduler": facts.scheduler, "guidance": facts.guidance, "depth": budget}
+        tried = MeasuredPlan(computed=computed, weights=tuple(weights), origin="L2P", psnr=0.0, **fixed)
+        fitted = replace(profile, facts=replace(facts, schedules=(tried,)))
+        found.append(bench.row(plan(fitted, "after L2P", schedule=computed), sampling, budget))
+    return found
+
+
+def after_dpcache(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
+    """DPCache's rule (arXiv 2602.22654): a schedule by dynamic programming on calibrated costs, Taylor's prediction."""
+    profile = bench.profile(sampling)
+    schedules = {budget: search_profile(profile).frontier[budget].computed for budget in budgets}
+    title = "after DPCache"
+    return [
+        bench.row(plan(profile, title, schedule=computed, predictor="newton"), sampling, budget)
+        for budget, computed in schedules.items()
+    ]
 
 
 # The search
@@ -213,9 +243,9 @@ def diffusers_mag(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Ro
     search, ratios = Search(bench, sampling), diffusers_mag_ratios(bench, sampling)
 
     def make(threshold: float, skip: int, retention: float) -> Method:
-        settings = {"threshold": threshold, "max_skip_steps": skip, "retention_ratio": retention}
-        fixed = {"num_inference_steps": sampling.steps, "mag_ratios": ratios}
-        return diffusers_cache("diffusers MagCache", settings, lambda: MagCacheConfig(**settings, **fixed))
+        rule = {"threshold": threshold, "max_skip_steps": skip, "retention_ratio": retention}
+        constants = {"num_inference_steps": sampling.steps, "mag_ratios": ratios}
+        return diffusers_cache("diffusers MagCache", MagCacheConfig, **rule, **constants)
 
     for found in mag_settings([ratios], budgets).values():
         search.add_all(spread([make(*setting) for setting in found], bench.scale.tries))
@@ -227,10 +257,22 @@ def diffusers_first_block(bench: Bench, sampling: Sampling, budgets: Budgets) ->
     search = Search(bench, sampling)
 
     def make(threshold: float) -> Method:
-        settings = {"threshold": threshold}
-        return diffusers_cache("diffusers first-block", settings, lambda: FirstBlockCacheConfig(**settings))
+        return diffusers_cache("diffusers first-block", FirstBlockCacheConfig, threshold=threshold)
 
     bisect(search, make, budgets, (1e-3, 3.0))
+    return search.rows(budgets)
+
+
+def diffusers_sea(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Row]:
+    """diffusers' SeaCache, its threshold searched with residuals held and extrapolated, up to 2 and 8 steps."""
+    search = Search(bench, sampling)
+
+    def make(order: int, longest: int, threshold: float) -> Method:
+        rule = {"residual_order": order, "max_consecutive_cached": longest}
+        return diffusers_cache("diffusers SeaCache", SeaCacheConfig, threshold=threshold, **rule)
+
+    for order, longest in product((0, 1), (2, 8)):
+        bisect(search, partial(make, order, longest), budgets, (1e-3, 30.0))
     return search.rows(budgets)
 
 
@@ -241,9 +283,7 @@ def diffusers_taylorseer(bench: Bench, sampling: Sampling, budgets: Budgets) -> 
     def make(budget: int, begin: int, order: int, lite: bool) -> Method:
         interval = _interval(sampling.steps, begin, budget)
         settings = {"cache_interval": interval, "disable_cache_before_step": begin, "max_order": order}
-        more = {"use_lite_mode": lite, "taylor_factors_dtype": torch.float32}
-        config = lambda: TaylorSeerCacheConfig(**settings, **more)  # noqa: E731
-        return diffusers_cache("diffusers TaylorSeer", settings | {"use_lite_mode": lite}, config)
+        return diffusers_cache("diffusers TaylorSeer", TaylorSeerCacheConfig, **settings, use_lite_mode=lite)
 
     for budget in budgets:
         kinds = list(product((1, 2), (False, True)))

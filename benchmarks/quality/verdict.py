@@ -111,10 +111,13 @@ def _value(row: dict[str, Any], figure: str) -> float:
 # Markdown
 
 
-_HEAD = ("", "asked", "computed", "PSNR mean", "10th percentile", "worst", "SSIM mean", "10th percentile", "worst")
+_METRICS = {"psnr": 1, "ssim": 4, "lpips": 4}  # with digits
+_VALUES = ("mean", "10th percentile", "worst")
+_HEAD = ("", "asked", "computed", *(f"{m.upper()} {v}" if v == "mean" else v for m in _METRICS for v in _VALUES))
 _NOTE = (
-    "PSNR in dB and SSIM against the uncached images of the same seeds. Computed: steps on which all blocks ran, the "
-    "mean over branches. Methods with thresholds have the best settings found for at most that many steps. First-block "
+    "PSNR in dB, SSIM and LPIPS against the uncached images of the same seeds. Computed: steps on which all blocks "
+    "ran, the mean over branches. Methods with thresholds have the best settings "
+    "found for at most that many steps. First-block "
     "methods run their first blocks at held steps too, and diffusers' TaylorSeer runs all but attention: not counted."
 )
 
@@ -139,9 +142,9 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Rows of figures, by number of computed steps within each method."""
     lines = [_line(_HEAD), _line(["---", *["--:"] * (len(_HEAD) - 1)])]
     for row in rows:
-        psnr = [_figure(row["psnr"][key], 1) for key in ("mean", "p10", "worst")]
-        ssim = [_figure(row["ssim"][key], 4) for key in ("mean", "p10", "worst")]
-        lines.append(_line([row["method"], row["wanted"], f"{row['computed']:g}", *psnr, *ssim]))
+        shown = {metric: row.get(metric, {}) for metric in _METRICS}
+        values = [_figure(shown[m].get(key), n) for m, n in _METRICS.items() for key in ("mean", "p10", "worst")]
+        lines.append(_line([row["method"], row["wanted"], f"{row['computed']:g}", *values]))
     return lines
 
 
@@ -210,7 +213,12 @@ def _figure(value: float | None, digits: int) -> str:
 # Plot, with matplotlib
 
 
-_TITLES = {"mean": "mean over the images", "p10": "10th percentile"}
+_PANELS = (  # what is on the two axes, and the title
+    ("computed", "psnr", "mean", "PSNR, mean over the images"),
+    ("computed", "psnr", "p10", "PSNR, 10th percentile"),
+    ("computed", "lpips", "mean", "LPIPS, mean (lower is better)"),
+    ("cpu_seconds", "psnr", "mean", "PSNR, mean, over measured time"),
+)
 _OURS = ("#b3261e", "#e8710a", "#7b1fa2", "#c2185b", "#8d6e63")
 _OTHERS = (
     "#9aa0a6",
@@ -236,25 +244,34 @@ def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
 
     written = []
     for steps in (figures["scale"]["steps"], figures["scale"]["fewer_steps"]):
+        rows = rows_of(figures, steps)
+        panels = [panel for panel in _PANELS if any(panel[0] in row and panel[1] in row for row in rows)]
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-            figure = Figure(figsize=(14, 6.5), layout="constrained", facecolor="white")
-            for axes, quantity in zip(figure.subplots(1, 2, sharey=True), _TITLES, strict=True):
-                _plot_frontier(axes, rows_of(figures, steps), quantity, steps)
+            lines = -(-len(panels) // 2)
+            figure = Figure(figsize=(14, 6 * lines), layout="constrained", facecolor="white")
+            for axes, panel in zip(figure.subplots(lines, 2, squeeze=False).flat, panels, strict=False):
+                _plot_frontier(axes, rows, panel, steps)
             handles, labels = figure.axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside right upper", frameon=False)
+            for axes in figure.axes[len(panels) :]:
+                axes.set_visible(False)
             written.append(folder / f"{name}_{steps}.svg")
             figure.savefig(written[-1], metadata={"Date": None})
     return written
 
 
-def _plot_frontier(axes: Any, rows: list[dict[str, Any]], quantity: str, steps: int) -> None:
+def _plot_frontier(axes: Any, rows: list[dict[str, Any]], panel: tuple[str, str, str, str], steps: int) -> None:
+    over, metric, quantity, title = panel
     methods = {row["method"]: ours(row) for row in rows}
     colors = {True: cycle(_OURS), False: cycle(_OTHERS)}
     for index, (method, own) in enumerate(methods.items()):
-        points = {(r["computed"], r["psnr"][quantity]) for r in rows if r["method"] == method}
+        color, mark = next(colors[own]), _MARKS[index % len(_MARKS)]
+        points = {(r[over], r[metric][quantity]) for r in rows if r["method"] == method and over in r and metric in r}
         found = sorted(point for point in points if point[1] is not None)
-        style = {"lw": 2.4 if own else 1.3, "ls": "-" if own else "--"}
-        mark, size = _MARKS[index % len(_MARKS)], 8 if own else 5
-        axes.plot(*zip(*found, strict=True), label=method, color=next(colors[own]), marker=mark, ms=size, **style)
-    axes.set(title=_TITLES[quantity], xlabel=f"computed steps of {steps}", ylabel="PSNR to the uncached images, dB")
+        style = {"lw": 2.4 if own else 1.3, "ls": "-" if own else "--", "color": color, "marker": mark}
+        axes.plot([x for x, _ in found], [y for _, y in found], label=method, ms=8 if own else 5, **style)
+    axes.set(title=title, xlabel=f"computed steps of {steps}" if over == "computed" else "seconds on one CPU thread")
+    axes.set_ylabel("PSNR to the uncached images, dB" if metric == "psnr" else "LPIPS to the uncached images")
+    if metric == "lpips":
+        axes.set_yscale("log")
     axes.grid(alpha=0.25)

@@ -17,6 +17,18 @@ from holdover.zoo.emoji import MAX_TOKENS, STYLES
 from holdover.zoo.emoji.pipeline import pack
 
 PLAIN_VARIANTS, VARIANTS = 5, 8
+CHANGES: dict[str, float] = {
+    "": 0.6,
+    "mirrored": 0.12,
+    "upside down": 0.06,
+    "turned left": 0.06,
+    "turned right": 0.06,
+    "black and white": 0.05,
+    "negative": 0.05,
+}
+"""Lossless changes of an image, each named by its caption, with their share of a batch."""
+UNKNOWN, SPECIAL = 1, 3  # numbers of [UNK] and of the last special token
+FARTHEST = 3  # pixels that an image is moved at most, as far as its white border allows
 
 
 def read(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
@@ -32,7 +44,7 @@ def read(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
 def tokenizer_texts(rows: list[dict[str, Any]]) -> list[str]:
     """What the tokenizer is trained on: captions and tags of the training rows."""
     train = [row for row in rows if row["split"] == "train"]
-    return [row["caption"] for row in train] + [" ".join(row["tags"]) for row in train]
+    return [row["caption"] for row in train] + [" ".join(row["tags"]) for row in train] + list(CHANGES) * 100
 
 
 def caption_variants(row: dict[str, Any], chance: random.Random) -> list[str]:
@@ -44,6 +56,33 @@ def caption_variants(row: dict[str, Any], chance: random.Random) -> list[str]:
     return [row["caption"]] * PLAIN_VARIANTS + [label, added, replaced]
 
 
+def change(images: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Pixels (B, 3, 64, 64) in [-1, 1], each changed in the way that its caption names."""
+    gray = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True).expand_as(images)
+    changed = (images.flip(3), images.flip(2), images.rot90(1, (2, 3)), images.rot90(-1, (2, 3)), gray, -images)
+    for kind, version in enumerate(changed, start=1):
+        images = torch.where((kinds == kind).view(-1, 1, 1, 1), version, images)
+    return images
+
+
+def white_borders(images: torch.Tensor) -> torch.Tensor:
+    """White rows and columns around each image, at most FARTHEST: (N, 2, 2) for rows, columns; before, after."""
+    ink = (images < 250).any(1)
+    lines = torch.stack([ink.any(2), ink.any(1)], 1)  # N, rows or columns, 64
+    borders = torch.stack([lines.int().argmax(2), lines.flip(2).int().argmax(2)], 2)
+    return borders.clamp(max=FARTHEST)
+
+
+def move(images: torch.Tensor, borders: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each image moved by whole pixels within its white border, so that nothing is cut or blurred."""
+    size, device = images.shape[-1], images.device
+    share = torch.rand(len(images), 2, generator=generator, device=device)
+    shift = (share * (borders.sum(2) + 1)).floor().long() - borders[:, :, 0]
+    at = (torch.arange(size, device=device) - shift[..., None]) % size
+    rows = images.gather(2, at[:, 0].view(-1, 1, size, 1).expand_as(images))
+    return rows.gather(3, at[:, 1].view(-1, 1, 1, size).expand_as(images))
+
+
 def tokenise(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor:
     batch = tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
     ids: torch.Tensor = batch["input_ids"]
@@ -52,10 +91,10 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.T
 
 @dataclass
 class Emoji:
-    """One split on the device: images, tokenized caption variants, the empty caption, the pixel statistics."""
+    """One split on the device: images, tokenized captions, the empty caption, the pixel statistics."""
 
     images: torch.Tensor  # uint8 N,3,64,64
-    captions: torch.Tensor  # int64 N,VARIANTS,MAX_TOKENS
+    captions: torch.Tensor  # int64 N,VARIANTS,CHANGES,MAX_TOKENS
     empty: torch.Tensor  # int64 MAX_TOKENS
     mean: torch.Tensor  # 1,3,1,1
     std: torch.Tensor
@@ -63,24 +102,41 @@ class Emoji:
     def __len__(self) -> int:
         return len(self.images)
 
-    def tokens(self, index: torch.Tensor) -> torch.Tensor:
+    def __post_init__(self) -> None:
+        self.borders = white_borders(self.images)
+        self.shares = torch.tensor(list(CHANGES.values()), device=self.images.device)
+
+    def pixels(self, index: torch.Tensor) -> torch.Tensor:
+        """Images in [-1, 1]."""
+        return self.images[index].float() / 127.5 - 1
+
+    def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
         """Images as normalized, packed tokens."""
-        pixels = self.images[index].float() / 127.5 - 1
         return pack((pixels - self.mean) / self.std, PATCH)
 
-    def batch(self, size: int, dropout: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random images with random caption variants, some captions dropped."""
+    def batch(
+        self, size: int, dropout: float, unknown: float, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random images, moved and changed, with caption variants that say so.
+
+        `dropout` is the share of empty captions, `unknown` that of tokens replaced by [UNK].
+        """
         device = self.images.device
         index = torch.randint(len(self), (size,), generator=generator, device=device)
         variant = torch.randint(VARIANTS, (size,), generator=generator, device=device)
+        kinds = torch.multinomial(self.shares, size, replacement=True, generator=generator)
+        captions = self.captions[index, variant, kinds]
+        hidden = torch.rand(captions.shape, generator=generator, device=device) < unknown
+        captions = torch.where(hidden & (captions > SPECIAL), UNKNOWN, captions)
         dropped = torch.rand(size, generator=generator, device=device) < dropout
-        captions = torch.where(dropped[:, None], self.empty, self.captions[index, variant])
-        return self.tokens(index), captions
+        captions = torch.where(dropped[:, None], self.empty, captions)
+        moved = move(self.pixels(index), self.borders[index], generator)
+        return self.tokens(change(moved, kinds)), captions
 
     def rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `size` rows with their plain captions, repeated from the start where there are fewer."""
+        """The first `size` rows as they are, with plain captions, repeated from the start where there are fewer."""
         index = torch.arange(size, device=self.images.device) % len(self)
-        return self.tokens(index), self.captions[index, 0]
+        return self.tokens(self.pixels(index)), self.captions[index, 0, 0]
 
 
 def pixel_statistics(images: np.ndarray, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
@@ -100,11 +156,16 @@ def load_split(
 ) -> Emoji:
     chosen = [index for index, row in enumerate(rows) if row["split"] == split]
     chance = random.Random(split)
-    variants = [text for index in chosen for text in caption_variants(rows[index], chance)]
+    variants = [
+        f"{name} {text}".strip()
+        for index in chosen
+        for text in caption_variants(rows[index], chance)
+        for name in CHANGES
+    ]
     mean, std = pixel_statistics(images, rows)
     return Emoji(
         images=torch.from_numpy(images[chosen]).permute(0, 3, 1, 2).contiguous().to(device),
-        captions=tokenise(tokenizer, variants).view(len(chosen), VARIANTS, MAX_TOKENS).to(device),
+        captions=tokenise(tokenizer, variants).view(len(chosen), VARIANTS, len(CHANGES), MAX_TOKENS).to(device),
         empty=tokenise(tokenizer, [""])[0].to(device),
         mean=torch.tensor(mean, device=device).view(1, 3, 1, 1),
         std=torch.tensor(std, device=device).view(1, 3, 1, 1),

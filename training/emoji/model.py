@@ -71,7 +71,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def make_text_encoder(shape: Shape) -> BertModel:
+def make_text_encoder(shape: Shape, dropout: float = 0.0) -> BertModel:
     config = BertConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -80,8 +80,8 @@ def make_text_encoder(shape: Shape) -> BertModel:
         intermediate_size=2 * shape.width,
         max_position_embeddings=MAX_TOKENS,
         type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     return BertModel(config)
 

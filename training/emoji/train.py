@@ -1,10 +1,11 @@
 """Train the emoji model by flow matching (arXiv 2209.03003), with logit-normal times (arXiv 2403.03206) and an EMA.
 
-    python training/emoji/train.py build/emoji --out build/emoji/run --minutes 17
+    python training/emoji/train.py build/emoji --out build/emoji/run --minutes 9
 
-The learning rate follows the share of the planned minutes (or steps) that has passed, so a run fits its budget on
-any machine. `--stop-after` ends one process early and keeps a checkpoint in --state; the same command goes on from
-there. Writes weights-*.safetensors (EMA, bfloat16), tokenizer.json and run.json; export.py makes the pipeline.
+Matrices of the blocks are trained by Muon, everything else by AdamW. The learning rate follows the share of the planned
+minutes (or steps) that has passed, so a run fits its budget on any machine. The EMA with the lowest held-out loss is
+written (early stopping), as weights-*.safetensors in bfloat16, with tokenizer.json and run.json; export.py makes the
+pipeline. `--stop-after` ends one process early and keeps a checkpoint in --state; the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 EVAL_TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
+KINDS = ("model", "ema", "best")
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Settings:
     """What the training depends on besides data and seed."""
 
     batch: int = 512
-    rate: float = 1e-3
-    warmup: int = 500
-    decay: float = 0.01
+    rate: float = 2e-3  # of Muon; AdamW has half of it
+    warmup: int = 300
+    decay: float = 0.05
     ema: float = 0.9995
-    dropout: float = 0.1
+    dropout: float = 0.1  # of whole captions
+    unknown: float = 0.08  # of the tokens of the others, replaced by [UNK]
+    text_dropout: float = 0.1  # in the text encoder
     time_std: float = 1.2
     clip: float = 1.0
 
@@ -84,10 +88,10 @@ class Clock:
         return min(max(shares), 1.0)
 
 
-def learning_rate(settings: Settings, clock: Clock) -> float:
+def rate_factor(settings: Settings, clock: Clock) -> float:
     """Linear warm-up, then a cosine to zero at the end of the plan."""
     warm = min(1.0, (clock.step + 1) / settings.warmup)
-    return settings.rate * warm * 0.5 * (1 + math.cos(math.pi * clock.progress))
+    return warm * 0.5 * (1 + math.cos(math.pi * clock.progress))
 
 
 def flow_loss(
@@ -105,24 +109,71 @@ def flow_loss(
     return (velocity.float() - (noise - images)).square().mean()
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "embeddings" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or "embeddings" in n]
-    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.99), fused=on_gpu)
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized by Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon).
+
+    Updates have the size of Adam's (arXiv 2502.16982). Matrices of one shape are updated together.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], rate: float, decay: float, momentum: float = 0.95) -> None:
+        shapes: dict[torch.Size, list[nn.Parameter]] = {}
+        for matrix in matrices:
+            shapes.setdefault(matrix.shape, []).append(matrix)
+        groups = [{"params": alike} for alike in shapes.values()]
+        super().__init__(groups, {"lr": rate, "weight_decay": decay, "momentum": momentum})
+        for matrix in (matrix for alike in shapes.values() for matrix in alike):
+            self.state[matrix]["momentum"] = torch.zeros_like(matrix)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            alike, rate, keep = group["params"], group["lr"], group["momentum"]
+            gradients = [matrix.grad for matrix in alike]
+            averages = [self.state[matrix]["momentum"] for matrix in alike]
+            torch._foreach_lerp_(averages, gradients, 1 - keep)
+            updates = orthogonalize(torch.stack(torch._foreach_lerp(gradients, averages, keep)))
+            torch._foreach_mul_(alike, 1 - rate * group["weight_decay"])
+            size = 0.2 * math.sqrt(max(alike[0].shape))
+            torch._foreach_add_(alike, list(updates.to(alike[0].dtype).unbind()), alpha=-rate * size)
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices (B, m, n) with singular values near 1, by five Newton-Schulz iterations in bfloat16."""
+    x = matrices.bfloat16()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    if wide := x.shape[1] > x.shape[2]:
+        x = x.mT
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if wide else x
+
+
+def make_optimizers(model: Velocity, settings: Settings) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for the matrices of all blocks, AdamW without weight decay for everything else."""
+    blocks = [model.transformer.transformer_blocks, model.transformer.single_transformer_blocks]
+    blocks.append(model.text_encoder.encoder)
+    matrices = [parameter for block in blocks for parameter in block.parameters() if parameter.ndim == 2]
+    taken = {id(matrix) for matrix in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    adam = torch.optim.AdamW(others, lr=settings.rate / 2, betas=(0.9, 0.99), weight_decay=0.0, fused=others[0].is_cuda)
+    optimizers = Muon(matrices, settings.rate, settings.decay), adam
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]
+    return optimizers
 
 
 class Trainer:
-    """Model, EMA, optimizer and clock: the contents of a checkpoint."""
+    """Model, EMA, optimizers and clock: the contents of a checkpoint."""
 
     def __init__(self, model: Velocity, settings: Settings, clock: Clock, seed: int) -> None:
         self.model, self.settings, self.clock, self.seed = model, settings, clock, seed
         self.forward: Callable[..., torch.Tensor] = model
-        self.optimizer = make_optimizer(model, settings)
+        self.optimizers = make_optimizers(model, settings)
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = list(model.parameters())
         self.ema = [parameter.detach().clone() for parameter in self.parameters]
+        self.best, self.least = self.ema, math.inf
         self.device = self.parameters[0].device
         self.reseed()
 
@@ -139,16 +190,18 @@ class Trainer:
     def step(self, data: Emoji) -> torch.Tensor:
         """One optimizer step; returns the loss without waiting for it."""
         settings = self.settings
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, self.clock)
-        images, captions = data.batch(settings.batch, settings.dropout, self.generator)
+        factor = rate_factor(settings, self.clock)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * factor
+        images, captions = data.batch(settings.batch, settings.dropout, settings.unknown, self.generator)
         noise = torch.randn(images.shape, generator=self.generator, device=self.device)
         normal = torch.randn(len(images), generator=self.generator, device=self.device)
         loss = flow_loss(self.forward, images, captions, torch.sigmoid(normal * settings.time_std), noise)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters, settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         keep = min(settings.ema, (1 + self.clock.step) / (10 + self.clock.step))
         torch._foreach_lerp_(self.ema, [p.detach() for p in self.parameters], 1 - keep)
         return loss.detach()
@@ -161,8 +214,9 @@ class Trainer:
             average.copy_(kept)
 
     def validate(self, splits: dict[str, Emoji]) -> dict[str, list[float]]:
-        """EMA loss at a few times on fixed noise, for the first batch of each split."""
+        """EMA loss at a few times on fixed noise, for the first batch of each split; keeps the best EMA."""
         self.swap()
+        self.model.text_encoder.eval()
         losses: dict[str, list[float]] = {}
         for name, data in splits.items():
             images, captions = data.rows(self.settings.batch)
@@ -170,32 +224,37 @@ class Trainer:
             at = [torch.full((len(images),), value, device=self.device) for value in EVAL_TIMES]
             values = [flow_loss(self.forward, images, captions, times, noise).detach() for times in at]
             losses[name] = [round(value, 5) for value in torch.stack(values).tolist()]
+        self.model.text_encoder.train()
         self.swap()
+        if (loss := sum(losses["val_pair"])) < self.least:
+            self.best, self.least = [average.to(torch.bfloat16) for average in self.ema], loss
         return losses
 
     def save(self, path: Path) -> None:
         tensors: dict[str, torch.Tensor] = {}
-        for name, parameter, average in zip(self.names, self.parameters, self.ema, strict=True):
-            state = self.optimizer.state[parameter]
-            tensors |= {f"model/{name}": parameter.detach(), f"ema/{name}": average}
-            tensors |= {f"first/{name}": state["exp_avg"], f"second/{name}": state["exp_avg_sq"]}
+        for name, *kept in zip(self.names, self.parameters, self.ema, self.best, strict=True):
+            tensors |= {f"{kind}/{name}": value.detach().clone() for kind, value in zip(KINDS, kept, strict=True)}
+            state = next(o.state[kept[0]] for o in self.optimizers if kept[0] in o.state)
+            tensors |= {f"{kind}/{name}": value for kind, value in state.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        notes = {"step": str(self.clock.step), "seconds": str(self.clock.seconds)}
+        notes = {"step": str(self.clock.step), "seconds": str(self.clock.seconds), "least": str(self.least)}
         save_file(tensors, path.with_suffix(".new"), metadata=notes)
         path.with_suffix(".new").replace(path)
 
     def resume(self, path: Path) -> None:
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            notes = file.metadata()
+            notes, stored = file.metadata(), set(file.keys())
             self.clock.step, self.clock.seconds = int(notes["step"]), float(notes["seconds"])
+            self.least = float(notes["least"])
+            self.best = [file.get_tensor(f"best/{name}") for name in self.names]
             for name, parameter, average in zip(self.names, self.parameters, self.ema, strict=True):
                 parameter.data.copy_(file.get_tensor(f"model/{name}"))
                 average.copy_(file.get_tensor(f"ema/{name}"))
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.clock.step), device=self.device if parameter.is_cuda else None),
-                    "exp_avg": file.get_tensor(f"first/{name}"),
-                    "exp_avg_sq": file.get_tensor(f"second/{name}"),
-                }
+                muon, adam = self.optimizers
+                owner, kinds = (
+                    (muon, ("momentum",)) if parameter in muon.state else (adam, ("exp_avg", "exp_avg_sq", "step"))
+                )
+                owner.state[parameter] = {k: file.get_tensor(f"{k}/{name}") for k in kinds if f"{k}/{name}" in stored}
         self.reseed()
 
     def start_from(self, folder: Path) -> None:
@@ -206,7 +265,7 @@ class Trainer:
             self.ema[index].copy_(tensor)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: average.to(torch.bfloat16) for name, average in zip(self.names, self.ema, strict=True)}
+        return {name: average.to(torch.bfloat16) for name, average in zip(self.names, self.best, strict=True)}
 
 
 def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Tensor], speed: float) -> dict[str, Any]:
@@ -215,7 +274,7 @@ def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Ten
     if not math.isfinite(loss):
         raise SystemExit(f"the loss is {loss} at step {clock.step}; try a lower --rate")
     entry: dict[str, Any] = {"step": clock.step, "seconds": round(clock.seconds, 1), "loss": round(loss, 5)}
-    entry |= {"rate": learning_rate(trainer.settings, clock), "pictures_per_second": round(speed)}
+    entry |= {"rate": trainer.settings.rate * rate_factor(trainer.settings, clock), "images_per_second": round(speed)}
     entry |= trainer.validate(splits)
     print(json.dumps(entry), flush=True)
     return entry
@@ -249,7 +308,7 @@ def keep_tokenizer(path: Path, texts: list[str], vocabulary: int) -> PreTrainedT
 
 
 def write_run(folder: Path, trainer: Trainer, about: dict[str, Any]) -> None:
-    """Write what export.py reads, except the tokenizer: the EMA weights and run.json."""
+    """Write what export.py reads, except the tokenizer: the best EMA weights and run.json."""
     clock = trainer.clock
     about = {"settings": asdict(trainer.settings), "torch": torch.__version__} | about
     about |= {"step": clock.step, "seconds": clock.seconds, "progress": clock.progress}
@@ -295,9 +354,9 @@ def main() -> None:
         shutil.copy(options.start_from / "tokenizer.json", state.with_suffix(".tokenizer.json"))
     tokenizer = keep_tokenizer(state.with_suffix(".tokenizer.json"), tokenizer_texts(rows), shape.vocabulary)
     splits = {name: load_split(images, rows, name, tokenizer, device) for name in ("train", "val_pair", "val_concept")}
-    model = Velocity(make_text_encoder(shape), make_transformer(shape)).to(device).train()
-    keep_times_exact(model.transformer, torch.bfloat16)
     settings = Settings(options.batch, options.rate, options.warmup, options.decay)
+    model = Velocity(make_text_encoder(shape, settings.text_dropout), make_transformer(shape)).to(device).train()
+    keep_times_exact(model.transformer, torch.bfloat16)
     clock = Clock(options.steps, options.minutes and options.minutes * 60)
     trainer = Trainer(model, settings, clock, options.seed)
     log: list[dict[str, Any]] = []
