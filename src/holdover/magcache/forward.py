@@ -164,6 +164,12 @@ def _iter_contents(value: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[int
             yield from _iter_contents(vars(value), (*seen, value))
 
 
+class HookPasses(BlockPasses):
+    """The engine's passes where all streams leave the blocks: a user's hooks may read them."""
+
+    skips_unread = False
+
+
 class FollowingForward(HookedForward):
     """A forward along a known stack: a block pass of the engine computes or holds. Other blocks run as they are."""
 

@@ -19,10 +19,8 @@ import torch
 from diffusers.hooks.hooks import StateManager
 from torch import nn
 
-from ..engine.blocks import BlockPasses
 from ..engine.hooks import NO_BRANCH, CacheHook, enter_branch
 from ..engine.install import find_engine
-from ..engine.method import BLOCK_PASSES
 from ..engine.storage import ON_DEVICE, STORAGES
 from ..errors import EnableError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
@@ -34,7 +32,7 @@ from ..profiles import MagCacheRatios
 from .backend import make_policy, resolve_profile
 from .calibration import NEUTRAL, log_calibration, step_figures
 from .config import MagCacheConfig
-from .forward import FollowingForward, HookedForward, RecordingForward, TransformerHook
+from .forward import FollowingForward, HookedForward, HookPasses, RecordingForward, TransformerHook
 from .state import MagCacheState
 from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, Residual, StrategyPasses
 
@@ -134,7 +132,7 @@ class MagCacheHeadHook(MagCacheHook):
     ) -> None:
         super().__init__(state_manager, config, strategy, is_tail)
         self._residual_of = strategy if strategy is not None and strategy.overrides_residual else None
-        self.passes: BlockPasses = BLOCK_PASSES if self._residual_of is None else StrategyPasses(self._residual_of)
+        self.passes = HookPasses() if self._residual_of is None else StrategyPasses(self._residual_of)
         self._transformer = transformer
         self._policies: dict[tuple[str, Grid], Policy] = {}
         self._policies_of: MagCacheConfig | None = None
