@@ -360,12 +360,23 @@ def test_MagCacheStrategy_defaults() -> None:
 # 4.4 Block registration and metadata
 
 
-def test_register_block_metadata(flux: Any, registered: Any) -> None:
-    strategy = DualStreamStrategy(TransformerBlockMetadata(1, 0))
+@pytest.mark.usefixtures("_block_registry")
+@pytest.mark.parametrize("metadata", [TransformerBlockMetadata(1, 0), None], ids=["declared", "traced"])
+def test_register_block_metadata(flux: Any, registered: Any, metadata: Any) -> None:
+    """The strategy is asked for a class of blocks that is not registered, once; what it says is registered."""
+    strategy, block = DualStreamStrategy(metadata), flux.transformer.transformer_blocks[0]
     registered(FLUX, strategy)
-    with holdover.enable(flux, "mag_cache"):
-        generate(flux)
-    assert strategy.block_classes == {type(flux.transformer.transformer_blocks[0])}
+    plain_class = type(block)
+    block.__class__ = mine = type("MyBlock", (plain_class,), {})
+    try:
+        with holdover.enable(flux, "mag_cache"):
+            generate(flux)
+    finally:
+        block.__class__ = plain_class
+    assert strategy.calls.count("metadata") == 1
+    assert strategy.block_classes == {mine}
+    found = TransformerBlockRegistry.get(mine)
+    assert (found.return_hidden_states_index, found.return_encoder_hidden_states_index) == (1, 0)
     assert MagCacheStrategy().register_block_metadata(nn.Linear) is None
 
 
@@ -388,6 +399,16 @@ def test_TransformerBlockRegistry_get(flux: Any) -> None:
     assert found is TransformerBlockRegistry.get(block_class)
     assert (found.return_hidden_states_index, found.return_encoder_hidden_states_index) == (1, 0)
     assert strategy.calls == []
+
+
+@pytest.mark.usefixtures("_block_registry")
+def test_TransformerBlockRegistry_says_where_a_held_step_returns_its_streams(flux: Any, registered: Any) -> None:
+    block_class = type(flux.transformer.transformer_blocks[0])
+    wrong = TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1)
+    TransformerBlockRegistry.register(block_class, wrong)  # FLUX returns (encoder, hidden)
+    registered(FLUX, DualStreamStrategy(None))
+    with holdover.enable(flux, "mag_cache"), pytest.raises(RuntimeError, match="must match the size"):
+        generate(flux)
 
 
 @pytest.mark.usefixtures("_block_registry")

@@ -452,6 +452,13 @@ class BlockRunner:
             self._whole = OutputRunner(self._transformer)
             return self._whole.run(call)
 
+    def find_path(self, call: ForwardCall) -> CallPath:
+        """Trace and check the stack of a forward, for a caller that follows it with passes of its own."""
+        call.keep_inputs()
+        path = self._trace(call, call.structure)
+        self._verify(call, path, self._transformer.eager_call(call.plain))
+        return path
+
     def _follow(self, call: ForwardCall, path: CallPath, decided: Decision | None = None) -> Outcome:
         """Compute or hold along the traced stack, as the policy decides; computed if that is decided already."""
         transformer = self._transformer
@@ -538,8 +545,12 @@ class BlockRunner:
             return held
         if not self._transformer.compiled:
             return verify_path(self._transformer, call, path, (output, pass_.leaving), held)
-        eager, plain = path.passes.compute(path.stack, False, path.begin, NO_GROUPS), self._transformer.call_eager
-        with eager.use_once() as leaving:
-            output = call.repeat(partial(self._transformer.run, eager, plain))
-            verify_path(self._transformer, call, path, (output, leaving), eager.held())
+        self._verify(call, path, self._transformer.call_eager)
         return held.merge() if path.merged and isinstance(held, Residuals) else held
+
+    def _verify(self, call: ForwardCall, path: CallPath, plain: Callable[..., Any]) -> None:
+        """Compute a step in an extra forward, and check that it replays."""
+        pass_ = path.passes.compute(path.stack, False, path.begin, NO_GROUPS)
+        with pass_.use_once() as leaving:
+            output = call.repeat(partial(self._transformer.run, pass_, plain))
+            verify_path(self._transformer, call, path, (output, leaving), pass_.held())

@@ -1,8 +1,9 @@
 """The documented hooks of MagCache: the first block decides, blocks are held, the last block stores the residual.
 
-Registered on the blocks of a transformer, by hand or by `apply_mag_cache_hook`, the hooks hold and compute with the
-engine's policy, block passes and strategies, and share one state per branch. The first forward of a branch records how
-its streams pass through the hooked blocks; from then on each hook knows its place in the stack.
+The hooks hold and compute with the engine's policy, block passes and strategies, and share one state per branch.
+`apply_mag_cache_hook` also registers one on the transformer, with an engine in it that finds the step, the branch and
+the stack, which it checks as for every cache. Hooks that are registered on blocks by hand know their blocks alone: each
+call of the head is a step, and the first forward of a branch records how its streams pass through the blocks.
 """
 
 from __future__ import annotations
@@ -12,36 +13,26 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers.hooks.hooks import StateManager
 from torch import nn
 
-from ..engine.clock import TimestepClock
-from ..engine.hooks import (
-    NO_BRANCH,
-    BranchStateManager,
-    CacheHook,
-    enter_branch,
-    forget_child_registries,
-    register_hook,
-)
-from ..engine.install import ContextHint, find_engine
-from ..engine.method import BLOCK_PASSES
+from ..engine.hooks import NO_BRANCH, CacheHook, enter_branch
+from ..engine.install import find_engine
 from ..engine.storage import ON_DEVICE, STORAGES
 from ..errors import EnableError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
-from ..models.inputs import ForwardSignature, bind_arguments, describe_structure, unwrap_module
-from ..models.registry import get_family, read_block_input
+from ..models.inputs import bind_arguments, describe_structure, unwrap_module
+from ..models.registry import read_block_input
 from ..models.trace import find_block_lists
 from ..policies.base import Policy
 from ..profiles import MagCacheRatios
 from .backend import make_policy, resolve_profile
 from .calibration import NEUTRAL, log_calibration, step_figures
 from .config import MagCacheConfig
-from .forward import FollowingForward, HookedForward, RecordingForward
+from .forward import FollowingForward, HookedForward, HookPasses, RecordingForward, TransformerHook
 from .state import MagCacheState
 from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, Residual, StrategyPasses
 
@@ -52,20 +43,10 @@ NO_TAIL = (
 )
 
 
-@dataclass
-class TransformerInputs:
-    """What a forward of the transformer shows to the head: the step, the inputs, and whether it is never held."""
-
-    step: int
-    signature: Any
-    never_held: bool
-    started: bool = False  # whether the head has run
-
-
 class MagCacheHook(CacheHook[MagCacheState]):
     """What both hooks have: a block runs or is held, and the tail ends the forward."""
 
-    blocks = ""  # the name of the list the block is in, where it is known
+    guide: TransformerHook | None = None  # the hook of the transformer, if there is one
 
     def __init__(
         self, state_manager: StateManager, config: MagCacheConfig, strategy: MagCacheStrategy | None, is_tail: bool
@@ -73,13 +54,14 @@ class MagCacheHook(CacheHook[MagCacheState]):
         super().__init__(state_manager, config)
         self.is_tail = is_tail
         self._strategy = strategy
-        self._block: nn.Module | None = None  # the block without its hooks
+        self.block: nn.Module | None = None  # the block without its hooks
         self._warned = False
 
     def perform_calibration(self, state: MagCacheState, current_residual: Residual) -> None:
         """Append the step's mean magnitude ratio, its standard deviation and the cosine distance to the state."""
         now, before = _as_tuple(current_residual), _as_tuple(state.previous_residual)
-        figures = (step_figures(now, before) if before else NEUTRAL).tolist()
+        measure = step_figures if self._strategy is None else self._strategy.measure_step
+        figures = (measure(now, before) if before else NEUTRAL).tolist()
         for values, figure in zip((state.norm_ratios, state.norm_stds, state.cos_dises), figures, strict=True):
             values.append(figure)
 
@@ -103,32 +85,34 @@ class MagCacheHook(CacheHook[MagCacheState]):
     ) -> Any:
         """Run or hold this block, as the forward says."""
         assert state.forward is not None
-        if self._block is None:
-            self._block = _without_hooks(module, self.fn_ref.original_forward)
+        if self.block is None:
+            self.block = _without_hooks(module, self.fn_ref.original_forward)
         try:
-            return state.forward.call(self, self._block, args, kwargs)
+            return state.forward.call(self, self.block, args, kwargs)
         except BaseException:
             state.reset()  # nothing may build on a forward that failed half-way
             raise
 
     def _finish(self, state: MagCacheState) -> None:
-        """End a forward: store what it computed, and advance."""
-        forward, state.forward = state.forward, None
+        """End a forward at the tail: store what it computed, and advance."""
+        forward = state.forward
         assert forward is not None
-        if state.should_compute and forward.stores:
+        if not (self.is_tail and forward.complete):
+            return
+        state.forward = None
+        if state.should_compute:
             try:
                 held = forward.finish(state)
             except BaseException:
                 state.reset()
                 raise
-            residual = None if held is None else _as_residual(held.main)
-            if residual is not None and self.config.calibrating:
+            residual = _as_residual(held.main)
+            if self.config.calibrating:
                 self.perform_calibration(state, residual)
             storage = ON_DEVICE if self.config.calibrating else STORAGES[self.config.hold_in]
-            state.held = held if held is None or storage is ON_DEVICE else held.map(storage.store)
-            state.previous_residual = None if state.held is None else _as_residual(state.held.main)
-            if residual is not None:
-                self.log_residual_computed(state, residual)
+            state.held = held if storage is ON_DEVICE else held.map(storage.store)
+            state.previous_residual = _as_residual(state.held.main)
+            self.log_residual_computed(state, residual)
         self.advance_step(state)
 
 
@@ -148,41 +132,40 @@ class MagCacheHeadHook(MagCacheHook):
     ) -> None:
         super().__init__(state_manager, config, strategy, is_tail)
         self._residual_of = strategy if strategy is not None and strategy.overrides_residual else None
-        self._passes = BLOCK_PASSES if self._residual_of is None else StrategyPasses(self._residual_of)
+        self.passes = HookPasses() if self._residual_of is None else StrategyPasses(self._residual_of)
         self._transformer = transformer
-        self._head = None if transformer is None else get_family(transformer).head
-        self._policies: dict[tuple[str, int], Policy] = {}
+        self._policies: dict[tuple[str, Grid], Policy] = {}
         self._policies_of: MagCacheConfig | None = None
-        self.seen: TransformerInputs | None = None  # by a hook on the transformer
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Check that there are ratios for the block's transformer."""
-        self._find_policy(NO_BRANCH, self.config.num_inference_steps)
+        self.find_policy(NO_BRANCH, Grid(self.config.num_inference_steps))
         return module
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Decide whether the step is computed or held; the first block runs, or adds the residual."""
-        if torch.is_grad_enabled() or module.training:
+        if self.guide is not None:
+            state = self.guide.decide()
+        elif torch.is_grad_enabled() or module.training:
             return self._run_uncached(args, kwargs)
-        hint, state = enter_branch(self.state_manager)
-        self._start(hint, state, args, kwargs)
-        state.head_block_input = read_block_input(module, bind_arguments(type(module), args, kwargs))
-        if self.seen is not None and self.seen.never_held:
-            state.should_compute, state.forward = True, HookedForward()
         else:
-            policy = self._find_policy(hint.name or NO_BRANCH, state.num_inference_steps)
-            state.should_compute = policy.decide(state.step_index, None, state).compute
+            state = self._enter(args, kwargs)
+        if state is None:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        starts = state.forward is None  # not where the model runs its blocks once more in the same forward
+        if starts:
+            state.head_block_input = read_block_input(module, bind_arguments(type(module), args, kwargs))
             state.forward = self._make_forward(state)
         output = self._run_block(state, module, args, kwargs)
-        if state.should_compute:
+        result = output
+        if starts and state.should_compute:
             result = self.log_cache_miss(state, output)
-        else:
+        elif starts:
             several = isinstance(output, tuple)
             hidden = output[self._find_hidden_slot(state)] if several else output
             result = self.log_cache_hit(state, hidden, output if several else None)
-        if self.is_tail:
-            self._finish(state)
+        self._finish(state)
         return result
 
     def log_cache_hit(self, state: MagCacheState, output: Any, ret: Any) -> Any:
@@ -200,23 +183,17 @@ class MagCacheHeadHook(MagCacheHook):
         logger.debug("step %s computed", state.step_index)
         return output
 
-    def _start(self, hint: ContextHint, state: MagCacheState, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Locate the step, and drop what does not fit this forward."""
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MagCacheState:
+        """Start a forward, without a guide: locate the step, drop what does not fit these inputs, and decide."""
+        state: MagCacheState
+        hint, state = enter_branch(self.state_manager)
         if state.forward is not None:
             state.reset()
             raise UnsupportedModelError(NO_TAIL)
         tensors: list[torch.Tensor] = []
         structure = describe_structure([args, kwargs], tensors)
         signature: Any = (structure, [(t.shape, t.dtype, t.device) for t in tensors])
-        if self.seen is not None:
-            if self.seen.started:
-                state.reset()
-                raise UnsupportedModelError(
-                    "The model runs its blocks several times in one forward, which hooks on blocks take for several "
-                    'steps. Use holdover.enable(transformer, "mag_cache").'
-                )
-            self.seen.started, state.step_index, signature = True, self.seen.step, self.seen.signature
-        elif hint.step_index is not None:
+        if hint.step_index is not None:
             if hint.step_index < state.step_index:
                 state.reset()
             state.step_index = hint.step_index
@@ -225,15 +202,19 @@ class MagCacheHeadHook(MagCacheHook):
             state.signature, state.stack, state.previous_residual = signature, None, None
         if state.previous_residual is None:
             state.anchor = state.held = None
+        policy = self.find_policy(hint.name or NO_BRANCH, Grid(state.num_inference_steps))
+        state.should_compute = policy.decide(state.step_index, None, state).compute
+        return state
 
     def _make_forward(self, state: MagCacheState) -> HookedForward:
         """The forward that computes or holds as was decided."""
         if state.stack is None:
-            return RecordingForward(self._head, self._residual_of)
+            return RecordingForward(self._residual_of)
+        stack = state.stack.stack
         if state.should_compute:
-            return FollowingForward(state.stack, self._passes.compute(state.stack.stack, False, 0, frozenset()))
+            return FollowingForward(state.stack, self.passes.compute(stack, state.stack.merged, 0, frozenset()))
         assert state.held is not None
-        storage, hold = STORAGES[self.config.hold_in], self._passes.hold(state.stack.stack, 0, frozenset(), {})
+        storage, hold = STORAGES[self.config.hold_in], self.passes.hold(stack, 0, frozenset(), {})
         hold.load(state.held if storage is ON_DEVICE else state.held.map(storage.load))
         return FollowingForward(state.stack, hold)
 
@@ -243,15 +224,15 @@ class MagCacheHeadHook(MagCacheHook):
         link = stack.find_main_link(stack.calls[0])
         return 0 if link is None else link.slot
 
-    def _find_policy(self, branch: str, steps: int) -> Policy:
+    def find_policy(self, branch: str, grid: Grid) -> Policy:
         """The policy of a branch, from the config of the moment."""
         config = self.config
         if self._policies_of is not config:
             self._policies, self._policies_of = {}, config
-        if (branch, steps) not in self._policies:
+        if (branch, grid) not in self._policies:
             profile = None if config.calibrating else resolve_profile(config, self._strategy, self._transformer)
-            self._policies[branch, steps] = make_policy(config, profile, branch, Grid(steps))
-        return self._policies[branch, steps]
+            self._policies[branch, grid] = make_policy(config, profile, branch, grid)
+        return self._policies[branch, grid]
 
     def _run_uncached(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._warned:
@@ -285,17 +266,16 @@ class MagCacheBlockHook(MagCacheHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the block, or pass its inputs on where the step is held; the tail then ends the forward."""
-        state = enter_branch(self.state_manager)[1]
-        if state.forward is None:
+        state = enter_branch(self.state_manager)[1] if self.guide is None else self.guide.state
+        if state is None or state.forward is None:
             return self._run_outside(module, args, kwargs)
         output = self._run_block(state, module, args, kwargs)
-        if self.is_tail:
-            self._finish(state)
+        self._finish(state)
         return output
 
     def _run_outside(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a block that is called before the head or after the tail, or whose head holds nothing."""
-        if not (self._warned or torch.is_grad_enabled() or module.training):
+        if self.guide is None and not (self._warned or torch.is_grad_enabled() or module.training):
             warnings.warn(
                 f"A {type(module).__name__} with a MagCacheBlockHook is called before the head or after the tail, so "
                 "it is never held: register the head on the first block that the model calls and the tail on the last.",
@@ -306,52 +286,6 @@ class MagCacheBlockHook(MagCacheHook):
         return self.fn_ref.original_forward(*args, **kwargs)
 
 
-class _TransformerHook(CacheHook[MagCacheState]):
-    """Hook of the transformer itself, which sees what its blocks do not: the timestep, all inputs, and the end."""
-
-    def __init__(self, head: MagCacheHeadHook, transformer: nn.Module) -> None:
-        super().__init__(head.state_manager, head.config)
-        self._head, self._family, self._inputs = head, get_family(transformer), ForwardSignature(transformer)
-        self._last_steps: dict[str, int] = {}  # by branch
-        self._clock = TimestepClock(self._start_generation, self._family.time_runs_up)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Tell the head which step this is, what the inputs are, and whether the forward is never held."""
-        arguments = self._inputs.bind(args, kwargs)
-        hint, branch = self.state_manager.hint, self.state_manager.hint.name or NO_BRANCH
-        timestep = None if self._inputs.timestep_name is None else arguments.get(self._inputs.timestep_name)
-        step = self._clock.step(hint, timestep)
-        if self._last_steps.get(branch) == step:  # this branch again at this step: a new generation
-            self._clock.restart()
-            step = self._clock.step(hint, timestep)
-        self._last_steps[branch] = step
-        tensors: list[torch.Tensor] = []
-        structure = describe_structure(arguments, tensors)
-        shapes = [(t.shape, t.dtype, t.device) for t in tensors]
-        never_held = self._family.must_compute is not None and self._family.must_compute(arguments) is not None
-        self._head.seen = TransformerInputs(step, (structure, shapes), never_held)
-        state = enter_branch(self.state_manager)[1]
-        if state.forward is not None:
-            state.reset()  # the last forward failed half-way
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Check that the blocks were called from the head to the tail."""
-        state = enter_branch(self.state_manager)[1]
-        if state.forward is not None:
-            state.reset()
-            raise UnsupportedModelError(NO_TAIL)
-        return output
-
-    def reset_state(self, module: nn.Module) -> nn.Module:
-        self._clock.restart()
-        return super().reset_state(module)
-
-    def _start_generation(self) -> None:
-        self._last_steps.clear()
-        self.state_manager.forget_states()
-
-
 def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: MagCacheStrategy | None = None) -> None:
     """Register MagCache's hooks on the blocks of a transformer; `holdover.disable(module)` removes them.
 
@@ -360,25 +294,24 @@ def apply_mag_cache_hook(module: nn.Module, config: MagCacheConfig, strategy: Ma
     core = unwrap_module(module)
     if find_engine(module) is not None:
         raise EnableError(f"There already is a holdover cache on this {type(module).__name__}: disable() it first.")
-    lists = find_block_lists(core)
-    blocks = [(name, block) for name, blocks in lists.items() for block in blocks]
-    if not blocks:
+    if not any(find_block_lists(core).values()):
         raise UnsupportedModelError(
             f"{type(core).__name__} has no list of blocks that hooks could be registered on. "
             'Use holdover.enable(transformer, "mag_cache").'
         )
     if strategy is None:
         found, is_own = MagCacheStrategyRegistry.find(core, config.transformer_type)
-        strategy = found if is_own else None
-    manager = BranchStateManager(MagCacheState)
-    head = MagCacheHeadHook(manager, config, strategy, len(blocks) == 1, core)
-    for number, (name, block) in enumerate(blocks):
-        is_tail = number == len(blocks) - 1
-        hook = head if number == 0 else MagCacheBlockHook(manager, is_tail, config, strategy)
-        hook.blocks = name
-        register_hook(block, hook, "mag_cache")
-    register_hook(module, _TransformerHook(head, core), "mag_cache")
-    forget_child_registries(module)
+        if is_own:
+            strategy = found
+        elif found is not None and not config.ratios_by_branch and config.profile is None:
+            config = config.replaced(mag_ratios=found.mag_ratios)  # of a base class's strategy, the ratios alone
+    guide = TransformerHook(module, config)
+    head = MagCacheHeadHook(guide.state_manager, config, strategy, transformer=core)
+    hooks: dict[nn.Module, MagCacheHook] = {}
+    for block in guide.blocks.values():
+        other = MagCacheBlockHook(guide.state_manager, False, config, strategy)
+        hooks.setdefault(block, other if hooks else head)
+    guide.register(head, hooks)
 
 
 def _without_hooks(module: nn.Module, forward: Any) -> nn.Module:

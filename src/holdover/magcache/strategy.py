@@ -221,16 +221,18 @@ def get_strategy(transformer_cls_name: str) -> MagCacheStrategy:
     return MagCacheStrategyRegistry.get(transformer_cls_name)
 
 
-def get_block_metadata(block_class: type, strategy: MagCacheStrategy | None, output: Any = None) -> Any:
+def get_block_metadata(
+    block_class: type, strategy: MagCacheStrategy | None, output: Any = None, traced: Any = None
+) -> Any:
     """Where blocks of a class return their streams, from diffusers' TransformerBlockRegistry.
 
-    A class that is not registered there is registered: as the strategy says, else by an `output` of such a block, else
-    as one that returns (encoder states, hidden states).
+    A class that is not registered there is registered: as the strategy says, else as `traced`, else by an `output` of
+    such a block, else as one that returns (encoder states, hidden states).
     """
     try:
         return TransformerBlockRegistry.get(block_class)
     except ValueError:
-        metadata = None if strategy is None else strategy.register_block_metadata(block_class)
+        metadata = (None if strategy is None else strategy.register_block_metadata(block_class)) or traced
         if metadata is None and isinstance(output, torch.Tensor):
             metadata = TransformerBlockMetadata(return_hidden_states_index=0)
         if metadata is None:
@@ -317,10 +319,9 @@ class _StrategyHoldPass(HoldPass):
         return tuple(outputs) if call.width else outputs[0]
 
     def _find_slots(self, call: BlockCall, block_class: type) -> tuple[int, int | None]:
-        """The output slots of hidden and encoder states: from the strategy, else from the trace."""
-        metadata = self._strategy.register_block_metadata(block_class)
-        if metadata is not None:
-            return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index
+        """The output slots of hidden and encoder states: as registered, else from the strategy, else from the trace."""
         main = self.stack.find_main_link(call)
         assert main is not None
-        return main.slot, next((link.slot for link in call.links if link is not main), None)
+        other = next((link.slot for link in call.links if link is not main), None)
+        metadata = get_block_metadata(block_class, self._strategy, traced=TransformerBlockMetadata(main.slot, other))
+        return metadata.return_hidden_states_index, metadata.return_encoder_hidden_states_index
