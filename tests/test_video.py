@@ -78,7 +78,7 @@ def test_a_folder_gets_an_animated_png_of_that_rate(tmp_path: Path, monkeypatch:
 def test_errors_come_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "clip.mp4"
     assert "generates images, not videos" in run("--out", str(path), code=2)
-    assert "--fps must be between 1 and 240, not 0" in run("--out", str(path), "--fps", "0", code=2)
+    assert "--fps must be at least 1 and at most 240, not 0.0" in run("--out", str(path), "--fps", "0", code=2)
     assert "one video file" in run("--out", str(path), "--num", "2", code=2)
     monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: prompted_wan())
     assert "must be a multiple of 4 plus 1" in run("--out", str(path), "--frames", "6", code=2)

@@ -83,6 +83,35 @@ class ModelSettings(Config):
             require_packages("Quantizing", "quantize", "torchao")
 
 
+@dataclass(frozen=True)
+class CallSettings(ModelSettings):
+    """The settings of the commands: which pipeline, and what each of its calls gets."""
+
+    frames: int | None = setting(None, ge=1, doc="number of frames of a video; default: the model's own")
+    fps: float | None = setting(None, ge=1, le=240, doc="frames per second of a video; default: the model's own")
+    image: str | None = setting(None, doc="an image file that every image or video starts from")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of every call of the pipeline that were given, except the image and the rate."""
+        return super().arguments | ({} if self.frames is None else {"num_frames": self.frames})
+
+    def check_model(self) -> None:
+        super().check_model()
+        if self.image is not None and not Path(self.image).expanduser().is_file():
+            raise ConfigError(f"There is no image {self.image!r}.")
+
+    def call_arguments(self, pipe: Any) -> dict[str, Any]:
+        """The arguments of every call of this pipeline, with the opened image and the rate, checked."""
+        from .plan.calls import check_video, image_arguments, keywords_of
+        from .video import RATE_KEYWORDS
+
+        check_video(pipe, self.arguments | {"image": self.image, "fps": self.fps})
+        rates = [] if self.fps is None else [name for name in RATE_KEYWORDS if name in keywords_of(pipe)[0]]
+        image = {} if self.image is None else image_arguments(pipe, self.image)
+        return image | self.arguments | dict.fromkeys(rates, self.fps)
+
+
 def require_packages(what: str, extra: str, *packages: str) -> None:
     """Raise a ConfigError that names the extra to install if a package is missing; imports none of them."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -132,7 +161,7 @@ def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
     pipe = _read_pipeline(settings.model, getattr(torch, default if settings.dtype == "auto" else settings.dtype))
     known, takes_others = keywords_of(pipe)
     for name in settings.arguments:
-        if name not in known and not takes_others:
+        if name not in known and not takes_others and name != "num_frames":  # which `check_video` knows more about
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.")
     _add_loras(pipe, settings.lora)
     if settings.quantize == "int8":
