@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ..api import enable
 from ..base import CacheBackend
@@ -154,7 +155,13 @@ class _Run:
             results = self._add_row(results, candidate, metrics)
         cached = [row for row in results.rows if row.kind in ("method", "custom") and row.error is None]
         counts = {max(1, round(row.computed_steps)) for row in cached if row.computed_steps is not None}
-        baselines = [FewerSteps(count, order) for count in sorted(counts) for order in (False, True)]
+        # Other schedulers, such as Wan's UniPC, are of second order themselves or have no second-order form here.
+        orders = (
+            (False, True)
+            if isinstance(getattr(self.pipe, "scheduler", None), FlowMatchEulerDiscreteScheduler)
+            else (False,)
+        )
+        baselines = [FewerSteps(count, order) for count in sorted(counts) for order in orders]
         for baseline in baselines if self.spec.baselines else ():
             if baseline.steps < self.spec.steps and baseline not in self.spec.candidates:
                 results = self._add_row(results, baseline, metrics)
@@ -325,16 +332,15 @@ def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> Non
 
 
 def check_pipeline(pipe: Any, spec: Comparison) -> None:
-    """Refuse arguments that the pipeline does not have, and CPU time where it is not the time of the generation."""
+    """Refuse arguments that the pipeline does not have or cannot use, and CPU time where it is not that of an image."""
+    check_video(pipe, dict(spec.arguments) | {"image": spec.image, "fps": spec.fps})
+    if spec.image is not None:
+        open_image(spec.image)
     known, takes_others = keywords_of(pipe)
     guidance = [] if spec.guidance is None else ["guidance_scale"]
     for name in ("prompt", "generator", "num_inference_steps", *dict(spec.arguments), *guidance):
         if name not in known and not takes_others:
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
-    arguments = dict(spec.arguments)
-    check_video(pipe, arguments | {"image": spec.image, "fps": spec.fps})
-    if spec.image is not None:
-        open_image(spec.image)
     if spec.clock == "cpu" and (get_device(pipe).type != "cpu" or torch.get_num_threads() > 1):
         raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
 
@@ -416,6 +422,8 @@ def _generate_batch(
         )
     except ValueError as error:  # what the pipeline refuses
         raise ConfigError(f"{type(pipe).__name__}: {error}") from error
+    except NameError as error:  # diffusers' image-to-video pipeline of Wan uses ftfy without importing it
+        raise ConfigError(f"{type(pipe).__name__} needs {error.name}: pip install {error.name}.") from error
     if isinstance(output, torch.Tensor):
         return output
     parts = list(output)

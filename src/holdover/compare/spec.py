@@ -130,8 +130,9 @@ class Comparison:
     `guidance_scale`; None keeps its default. `output` is "pt" for images, or "latent" to skip decoding. `warmup` is the
     number of untimed steps before each candidate, because the first one verifies the cache; a custom candidate is
     warmed up with a whole generation, and with 0 nothing is. `clock` is "wall", or "cpu" for the CPU time of one
-    thread, which is independent of the load on the machine. `baselines` adds fewer steps, with both solvers, at every
-    number of steps that a candidate computed; without it only those run that are candidates themselves.
+    thread, which is independent of the load on the machine. `baselines` adds fewer steps, with both solvers (one, if
+    the pipeline's scheduler is no flow-matching Euler), at every number of steps that a candidate computed;
+    without it only those run that are candidates themselves.
     """
 
     prompts: tuple[str, ...]
