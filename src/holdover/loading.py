@@ -74,6 +74,8 @@ class ModelSettings(Config):
                 raise ConfigError(
                     f"There is no model {self.model!r}.{hint} Give 'emoji', a folder or an id like 'owner/name'."
                 )
+        if self.device == "cpu":
+            self.check_offload()
         for name, _ in map(_parse_lora, self.lora):
             if _is_path(name) and not Path(name).expanduser().exists():
                 raise ConfigError(f"The LoRA {name!r} does not exist.")
@@ -81,6 +83,14 @@ class ModelSettings(Config):
             require_packages("A LoRA", "lora", "peft")
         if self.quantize != "none":
             require_packages("Quantizing", "quantize", "torchao")
+
+    def check_offload(self) -> None:
+        """Raise a ConfigError if weights are to be offloaded; the device is the CPU."""
+        if self.offload != "none":
+            raise ConfigError(
+                f"offload {self.offload!r} moves weights between the host and an accelerator, and the device is the "
+                "CPU: leave it out."
+            )
 
 
 @dataclass(frozen=True)
@@ -152,11 +162,8 @@ def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
     from .engine.backend import find_transformers
     from .plan.calls import keywords_of
 
-    if settings.offload != "none" and device.type == "cpu":
-        raise ConfigError(
-            f"offload {settings.offload!r} moves weights between the host and an accelerator, and the device is the "
-            "CPU: leave it out."
-        )
+    if device.type == "cpu":
+        settings.check_offload()
     default = "float32" if device.type == "cpu" or settings.model in MODELS else "bfloat16"
     pipe = _read_pipeline(settings.model, getattr(torch, default if settings.dtype == "auto" else settings.dtype))
     known, takes_others = keywords_of(pipe)
