@@ -1,4 +1,4 @@
-"""Video files, and `holdover generate` with tiny Wan 2.2: MP4, GIF, and errors before work."""
+"""Video files, and `holdover generate` with tiny video models: MP4, GIF, WebP, and errors before work."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from holdover.cli import app
 from holdover.errors import ConfigError
-from holdover.video import write_video
+from holdover.video import stream_frames, write_video
 from tiny.prompted import prompted_wan
+from tiny.prompted_video import PROMPTED_VIDEOS, SMALL
 
 
 def colors(height: int = 31, width: int = 45) -> Iterator[torch.Tensor]:
@@ -41,7 +42,7 @@ def test_a_gif_has_the_frames_in_order(tmp_path: Path) -> None:
         assert (image.n_frames, image.size, image.info["duration"]) == (3, (45, 31), 100)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.avi"])
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a.avi"])
 def test_a_failed_file_leaves_nothing(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         write_video(tmp_path / name, iter(()), 10)
@@ -75,13 +76,82 @@ def test_a_folder_gets_an_animated_png_of_that_rate(tmp_path: Path, monkeypatch:
         assert (image.n_frames, image.info["duration"]) == (5, 125)
 
 
-def test_errors_come_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    Image.effect_noise((120, 80), 50).save(tmp_path / "in" / "photo.jpg")
+    return tmp_path / "in" / "photo.jpg"
+
+
+def flags(name: str, photo: Path) -> list[str]:
+    names = {"height": "--height", "width": "--width", "num_frames": "--frames"}
+    sizes = [text for key, value in SMALL[name].items() for text in (names[key], str(value))]
+    return [*sizes, *(("--image", str(photo)) if name == "wan_image" else ())]
+
+
+@pytest.mark.parametrize("name", ["wan_image", "ltx", "hunyuan", "cogvideox", "cosmos"])
+def test_every_kind_of_model_writes_a_video(
+    name: str, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: PROMPTED_VIDEOS[name]())
+    if name == "wan_image":  # about as many pixels as by default, in the shape of the image
+        monkeypatch.setattr("holdover.plan.calls.defaults_of", lambda pipe: {"height": 64, "width": 64})
+    path, more = tmp_path / "clip.mp4", ["--compare"] if name == "ltx" else []
+    out = run("--out", str(path), "--cache", "taylor_seer", *flags(name, photo), *more)
+    assert "worst frame" in out or not more
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        sizes = {"wan_image": (80, 48), "ltx": (96, 64)}
+        rates = {"ltx": 25, "hunyuan": 24, "cogvideox": 8, "cosmos": 30}
+        assert (stream.frames, stream.width, stream.height) == (9, *sizes.get(name, (64, 64)))
+        assert stream.average_rate == rates.get(name, 16)
+        assert json.loads(container.metadata["comment"])["fps"] == rates.get(name, 16)
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox", "hunyuan"])
+def test_frames_that_are_streamed_are_those_of_the_whole_video(name: str) -> None:
+    pipe, frames = PROMPTED_VIDEOS[name](), list[torch.Tensor]()
+
+    def generate() -> torch.Tensor:
+        noise = {"generator": torch.Generator().manual_seed(0), "output_type": "pt", "num_inference_steps": 3}
+        return pipe(prompt="a cat runs", **noise, **SMALL[name]).frames[0]
+
+    whole = generate()
+    with stream_frames(pipe, frames.append) as streamed:
+        rest = generate()
+    assert streamed is (name != "hunyuan")  # its VAE blends frames after it has decoded them
+    assert torch.equal(torch.stack(frames) if streamed else rest, whole)
+    assert len(rest) == (1 if streamed else 9)
+    assert torch.equal(generate(), whole)
+    assert not any(module._forward_hooks for module in pipe.vae.modules())
+
+
+def test_a_generation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = prompted_wan()
+    monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: pipe)
+    pipe.vae.decoder.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no luck")))
+    result = CliRunner().invoke(app, ["generate", "a cat", "--steps", "2", "--out", str(tmp_path / "clip.mp4")])
+    assert isinstance(result.exception, RuntimeError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_come_before_work(photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "clip.mp4"
-    assert "generates images, not videos" in run("--out", str(path), code=2)
-    assert "--fps must be between 1 and 240, not 0" in run("--out", str(path), "--fps", "0", code=2)
+    for given in ((), ("--frames", "5"), ("--fps", "8")):
+        assert "generates images, not videos" in run("--out", str(path), *given, code=2)
+    assert "--fps must be at least 1 and at most 240, not 0.0" in run("--out", str(path), "--fps", "0", code=2)
     assert "one video file" in run("--out", str(path), "--num", "2", code=2)
     monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: prompted_wan())
     assert "must be a multiple of 4 plus 1" in run("--out", str(path), "--frames", "6", code=2)
+    sizes = ("--height", "50", "--width", "64")
+    assert "height must be a multiple of 16 for ShortWanPipeline, such as 48" in run("--out", str(path), *sizes, code=2)
+    assert "takes no image" in run("--out", str(path), "--image", str(photo), code=2)
+    assert "There is no image" in run("--out", str(path), "--image", str(tmp_path / "no.png"), code=2)
+    monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: PROMPTED_VIDEOS["wan_image"]())
+    assert "starts from an image: give one (--image FILE)" in run("--out", str(path), code=2)
+    assert "test_video.py is no image." in run("--out", str(path), "--image", __file__, code=2)
+    photo.unlink()
+    photo.parent.rmdir()
     assert list(tmp_path.iterdir()) == []
     path.touch()
     assert "exists already" in run("--out", str(path), code=2)

@@ -74,6 +74,8 @@ class ModelSettings(Config):
                 raise ConfigError(
                     f"There is no model {self.model!r}.{hint} Give 'emoji', a folder or an id like 'owner/name'."
                 )
+        if self.device == "cpu":
+            self.check_offload()
         for name, _ in map(_parse_lora, self.lora):
             if _is_path(name) and not Path(name).expanduser().exists():
                 raise ConfigError(f"The LoRA {name!r} does not exist.")
@@ -81,6 +83,43 @@ class ModelSettings(Config):
             require_packages("A LoRA", "lora", "peft")
         if self.quantize != "none":
             require_packages("Quantizing", "quantize", "torchao")
+
+    def check_offload(self) -> None:
+        """Raise a ConfigError if weights are to be offloaded; the device is the CPU."""
+        if self.offload != "none":
+            raise ConfigError(
+                f"offload {self.offload!r} moves weights between the host and an accelerator, and the device is the "
+                "CPU: leave it out."
+            )
+
+
+@dataclass(frozen=True)
+class CallSettings(ModelSettings):
+    """The settings of the commands: which pipeline, and what each of its calls gets."""
+
+    frames: int | None = setting(None, ge=1, doc="number of frames of a video; default: the model's own")
+    fps: float | None = setting(None, ge=1, le=240, doc="frames per second of a video; default: the model's own")
+    image: str | None = setting(None, doc="an image file that every image or video starts from")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of every call of the pipeline that were given, except the image and the rate."""
+        return super().arguments | ({} if self.frames is None else {"num_frames": self.frames})
+
+    def check_model(self) -> None:
+        super().check_model()
+        if self.image is not None and not Path(self.image).expanduser().is_file():
+            raise ConfigError(f"There is no image {self.image!r}.")
+
+    def call_arguments(self, pipe: Any) -> dict[str, Any]:
+        """The arguments of every call of this pipeline, with the opened image and the rate, checked."""
+        from .plan.calls import check_video, image_arguments, keywords_of
+        from .video import RATE_KEYWORDS
+
+        check_video(pipe, self.arguments | {"image": self.image, "fps": self.fps})
+        rates = [] if self.fps is None else [name for name in RATE_KEYWORDS if name in keywords_of(pipe)[0]]
+        image = {} if self.image is None else image_arguments(pipe, self.image)
+        return image | self.arguments | dict.fromkeys(rates, self.fps)
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:
@@ -123,16 +162,13 @@ def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
     from .engine.backend import find_transformers
     from .plan.calls import keywords_of
 
-    if settings.offload != "none" and device.type == "cpu":
-        raise ConfigError(
-            f"offload {settings.offload!r} moves weights between the host and an accelerator, and the device is the "
-            "CPU: leave it out."
-        )
+    if device.type == "cpu":
+        settings.check_offload()
     default = "float32" if device.type == "cpu" or settings.model in MODELS else "bfloat16"
     pipe = _read_pipeline(settings.model, getattr(torch, default if settings.dtype == "auto" else settings.dtype))
     known, takes_others = keywords_of(pipe)
     for name in settings.arguments:
-        if name not in known and not takes_others:
+        if name not in known and not takes_others and name != "num_frames":  # which `check_video` knows more about
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.")
     _add_loras(pipe, settings.lora)
     if settings.quantize == "int8":

@@ -1,4 +1,4 @@
-"""Image quality metrics: float images in, one value per image out. Knows no pipeline."""
+"""Quality metrics: float images or videos in, one value per image or video out. Knows no pipeline."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ __all__ = [
     "nonwhite_error",
     "psnr",
     "ssim",
+    "worst_frame",
 ]
 
 PSNR_CAP = 100.0
@@ -43,7 +44,7 @@ LPIPS_SIDE = 31  # the shortest side in pixels that AlexNet can take; smaller im
 _ALEXNET = Path(__file__).with_name("lpips_alexnet.safetensors")  # made by training/lpips/convert.py
 _ALEXNET_LAYERS = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))  # stride and padding
 _ALEXNET_MEAN, _ALEXNET_STD = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of LPIPS, for pixels in [-1, 1]
-_FRAMES_AT_ONCE = 32
+_FRAMES_AT_ONCE = 8
 
 
 def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -60,10 +61,15 @@ def nonwhite_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     A white background is equal in every image and would hide an error in the subject.
     """
-    a, b = _check_pair(a, b)
+    error, pixels = _sum_nonwhite(*_check_pair(a, b))
+    return error / pixels.clamp(min=1)
+
+
+def _sum_nonwhite(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the errors of the pixels that are not white in both images, and the number of these pixels."""
     subject = ((a < _WHITE) | (b < _WHITE)).any(-3)
     error = (a - b).abs().mean(-3) * subject
-    return error.sum((-2, -1)) / subject.sum((-2, -1)).clamp(min=1)
+    return error.sum((-2, -1)), subject.sum((-2, -1))
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -131,24 +137,47 @@ def each(
 ) -> torch.Tensor:
     """One value per image of (N, C, H, W), or per video of (N, F, C, H, W).
 
-    Metrics that are means over pixels take the pixels of all frames; of others the mean over the frames is taken.
+    Metrics that are means over pixels take the pixels of all frames; of others the mean over the frames is taken. A
+    video is measured a few frames at a time, so that a long one takes no more memory than a short one.
     """
+    _check_shapes(a, b)
     if a.ndim < 5:
         return metric(a, b)
-    if metric not in (psnr, nonwhite_error):
-        return metric(a, b).mean(-1)
-    return metric(*(videos.transpose(1, 2).flatten(2, 3) for videos in (a, b)))  # its frames below each other
+    return torch.stack([_measure_video(metric, *pair) for pair in zip(a, b, strict=True)])
+
+
+def _measure_video(
+    metric: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """The value of one video (F, C, H, W)."""
+    pairs = zip(*(torch.split(video, _FRAMES_AT_ONCE) for video in (a, b)), strict=True)
+    if metric is nonwhite_error:
+        sums = [_sum_nonwhite(*_check_pair(*pair)) for pair in pairs]
+        error, pixels = (torch.cat(parts).sum() for parts in zip(*sums, strict=True))
+        return error / pixels.clamp(min=1)
+    values = torch.cat([metric(*pair) for pair in pairs])
+    return -10 * torch.log10((10 ** (-values / 10)).mean()) if metric is psnr else values.mean()
+
+
+def worst_frame(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The index of the frame of two videos (F, C, H, W) with the lowest PSNR; 0 where all are equal."""
+    parts = zip(*(torch.split(video, _FRAMES_AT_ONCE) for video in (a, b)), strict=True)
+    return int(torch.cat([psnr(*pair) for pair in parts]).argmin())
 
 
 def _check_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both in double precision on the device of the first, if they are float images of one shape."""
+    _check_shapes(a, b)
+    return a.detach().double(), b.detach().to(a.device).double()
+
+
+def _check_shapes(a: torch.Tensor, b: torch.Tensor) -> None:
     for image in (a, b):
         if not image.is_floating_point():
             raise ConfigError(f"Images are floats in [0, 1], not {image.dtype}; see holdover.metrics.as_images.")
     if a.shape != b.shape or a.ndim < 3:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ConfigError(f"Metrics compare two images (..., C, H, W) of one shape, not {shapes}.")
-    return a.detach().double(), b.detach().to(a.device).double()
 
 
 def _blur(images: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_a_file_of_a_comparison_may_have_them_and_a_flag_overrides_it(tmp_path: 
     assert results.settings["arguments"] == {"height": 32, "width": 48}
     study.write_text("prompts: [dog]\ndtype: float31\n")
     _, err = run("compare", study, "--out", tmp_path / "none", code=2)
-    assert err == "Error: ModelSettings.dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'float31'.\n"
+    assert err == "Error: --dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'float31'.\n"
 
 
 def test_a_profile_is_measured_and_tuned_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ BEFORE = {
     "a weight that is no number": (("generate", "dog", "--lora", "a/b=much"), "FILE=WEIGHT with a finite number"),
     "an unknown offload": (("tune", "p", "--offload", "disk"), "one of 'none', 'model', 'group', 'sequential'"),
     "an unknown dtype": (("generate", "dog", "--dtype", "int4"), "must be one of 'auto', 'float32', 'bfloat16'"),
-    "a height of zero": (("generate", "dog", "--height", "0"), "ModelSettings.height must be at least 1, not 0"),
+    "a height of zero": (("generate", "dog", "--height", "0"), "--height must be at least 1, not 0"),
     "a seed that is too large": (("generate", "dog", "--seed", str(2**64)), "from 0 to 18446744073709551615, not"),
     "steps of a calibration": (("calibrate", "--steps", "0"), "--steps must be 1 or more, not 0."),
     "batches of a calibration": (("calibrate", "--batch-size", "0"), "--batch-size must be 1 or more, not 0."),

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import pytest
 import torch
 from diffusers import FluxPipeline
 from PIL import Image
+from safetensors.torch import load_file
 
 import holdover
 from holdover.compare import (
@@ -249,8 +251,10 @@ class TestFailures:
                 bias = pipe.transformer.proj_out.bias
                 kept = bias.clone()
                 bias.fill_(float("nan"))
-                yield
-                bias.copy_(kept)
+                try:
+                    yield
+                finally:
+                    bias.copy_(kept)
 
         results = compare(pipe, spec(Custom("nan", around)))
         assert results.row("nan").error == "HoldoverError: the images have pixels that are not finite"
@@ -328,7 +332,7 @@ class TestFolder:
         folder.prepare()
         a, b = torch.full((1, 3, 8, 8), 0.5), torch.full((1, 3, 8, 8), 0.5)
         b[..., :4] = 0.9
-        (name,) = folder.save_differences({"label": "x"}, b, a)
+        name = folder.save_difference({"label": "x"}, 0, b[0], a[0])
         alpha = torch.tensor(list(Image.open(tmp_path / name).getchannel("A").getdata())).view(8, 8)
         assert alpha[:, :4].unique().tolist() == [255]
         assert alpha[:, 4:].unique().tolist() == [0]
@@ -359,7 +363,20 @@ class TestOtherOutputs:
         row = results.row("5 steps")
         assert [len(values) for values in row.values.values()] == [2] * len(row.values)
         assert results.row("none").values["psnr"] == (math.inf,) * 2
-        assert Image.open(tmp_path / row.images[0]).size == (64, 64)
+        assert results.row("none").worst_frames == (0, 0)
+        assert "s/video" in str(results)
+        with av.open(str(tmp_path / row.images[0])) as clip, av.open(str(tmp_path / row.differences[0])) as difference:
+            assert (clip.streams.video[0].frames, difference.streams.video[0].frames) == (5, 5) == (row.frames,) * 2
+            assert (clip.streams.video[0].width, clip.streams.video[0].average_rate) == (192, 16)
+        stored = [load_file(tmp_path / "reference" / f"{number}.safetensors")["output"] for number in (0, 1)]
+        assert [tuple(output.shape) for output in stored] == [(5, 3, 64, 64)] * 2
+        uncached, fewer = stored[1], prompted_wan()("dog", num_inference_steps=5, output_type="pt", **noise(4))[0][0]
+        frames = psnr(fewer, uncached)
+        assert row.worst_frames[1] == frames.argmin()
+        assert row.values["psnr"][1] == pytest.approx(float(psnr(*(v.flatten(0, 1)[None] for v in (fewer, uncached)))))
+        seen = Recorder()
+        again = compare(prompted_wan(), spec(peer, FewerSteps(5), prompts=("dog",), batch_size=1), tmp_path, seen)
+        assert (seen.started, again.rows) == ([], results.rows)
 
     def test_latents(self, pipe: Any, tmp_path: Path) -> None:
         results = compare(pipe, spec(FewerSteps(4), output="latent"), tmp_path)
@@ -369,6 +386,10 @@ class TestOtherOutputs:
 
 
 # Pipelines that are not diffusers pipelines
+
+
+def noise(seed: int) -> dict[str, Any]:
+    return {"generator": torch.Generator().manual_seed(seed), "return_dict": False}
 
 
 class PlainPipeline:

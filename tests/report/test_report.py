@@ -11,14 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
+import torch
 from PIL import Image
 
-from holdover.compare import Comparison, Custom, FewerSteps, MethodCandidate, Results, Row, compare
+from holdover.compare import Comparison, Custom, FewerSteps, Folder, MethodCandidate, Results, Row, compare
 from holdover.report import view, write_report
 from holdover.report.plots import Point, _label_points, _spread, assign_colors, find_frontier
 from holdover.selector import config_class
-from tiny.prompted import prompted_flux
+from holdover.video import write_video
+from tiny.prompted import prompted_flux, prompted_wan
 
 SETTINGS = {"mag_threshold": 0.5, "mag_ratios": [1.0] * 8, "mag_retention_ratio": 0.2, "mag_max_skip_steps": 2}
 
@@ -190,6 +193,70 @@ class TestBrowser:
     def test_nothing_is_wider_than_a_phone(self, document: str) -> None:
         (body,) = Elements(document).all("body")
         assert body["data-wide"] == "false"
+
+
+class TestVideos:
+    """Clips of every method side by side, in step."""
+
+    @pytest.fixture(scope="class")
+    def clips(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+        folder = tmp_path_factory.mktemp("videos")
+        held = MethodCandidate("plan", (("schedule", (0, 2)), ("predictor", "hold"), ("guard", False)), "held")
+        spec = Comparison(("a cat runs",), (held,), steps=4, arguments=(("num_frames", 9),), fps=8)
+        results = compare(prompted_wan(), spec, folder)
+        return results, write_report(results, folder)
+
+    def test_every_clip_is_in_the_page_with_its_worst_frame(self, clips: tuple[Results, Path]) -> None:
+        results, page = clips
+        html, row = page.read_text("utf-8"), results.row("held")
+        assert [other.label for other in results.rows] == ["held", "2 steps"]  # Wan's solver is of second order
+        videos = Elements(html).all("video")
+        assert len(videos) == 1 + 2 * len(results.rows)
+        assert all((video["src"] or "").startswith("data:video/mp4;base64,") for video in videos)
+        assert f"worst frame {row.worst_frames[0] + 1}" in html
+        for word in ("1 video, 4 steps", "per video", "Frames"):
+            assert word in html
+
+    def test_they_play_and_stop_at_a_frame(
+        self, clips: tuple[Results, Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        acts = """<script>
+        addEventListener("load", () => {
+          document.body.dataset.playing = play.textContent;
+          const slider = document.getElementById("frame");
+          slider.value = 7;
+          slider.dispatchEvent(new Event("input"));
+          document.body.dataset.stopped = play.textContent + ": " + document.getElementById("at").textContent;
+          document.body.dataset.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+        });
+        </script></body>"""
+        page = clips[1].with_name("acted.html")
+        page.write_text(clips[1].read_text("utf-8").replace("</body>", acts), "utf-8")
+        document = dump_document(page, tmp_path_factory.mktemp("profile"), "--window-size=390,844")
+        (body,) = Elements(document).all("body")
+        assert (body["data-playing"], body["data-wide"]) == ("Pause", "false")
+        assert body["data-stopped"] == "Play: frame 7 of 9"
+
+    def test_large_clips_are_reduced_and_small_ones_are_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_video(tmp_path / "large.mp4", torch.rand(3, 3, 90, 400), 8)
+        monkeypatch.setattr(view, "_EMBEDDED_CLIP", 200)
+        (tmp_path / "reduced.mp4").write_bytes(view._read_clip(tmp_path / "large.mp4"))
+        with av.open(str(tmp_path / "reduced.mp4")) as clip:
+            stream = clip.streams.video[0]
+            assert (stream.width, stream.height, stream.frames, stream.average_rate) == (200, 46, 3, 8)
+        assert view._read_clip(tmp_path / "reduced.mp4") == (tmp_path / "reduced.mp4").read_bytes()
+
+    def test_without_pyav_clips_are_webp(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        folder = Folder(tmp_path)
+        folder.prepare()
+        name = folder.save_image({"label": "x"}, 0, torch.rand(3, 3, 16, 24))
+        assert name.endswith(".webp")
+        with Image.open(tmp_path / name) as image:
+            assert (image.n_frames, image.size) == (3, (24, 16))
+        assert view.embed_image(tmp_path / name).startswith("data:image/webp;base64,")
 
 
 SERIES = ("plan", "mag_cache", "tea_cache", "ours")

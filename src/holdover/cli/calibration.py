@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from ..errors import ConfigError, did_you_mean
-from ..loading import ModelSettings, require_packages
+from ..loading import CallSettings, require_packages
 from .application import app, print_line
 from .generation import run_and_report
 from .options import check_range, check_writable, takes_model
@@ -38,7 +38,7 @@ def calibrate(
     ] = None,
     out: Annotated[Path, Option(help="File of the profile.")] = Path("profile.safetensors"),
     *,
-    model: ModelSettings,
+    model: CallSettings,
 ) -> None:
     """Measure the constants of all methods on a few uncached images, and write them to a profile."""
     from ..profiles.profile import EFFORTS, SUFFIX
@@ -64,6 +64,7 @@ def calibrate(
 
     given = prompts_from_file(prompts) if prompts else None
     pipe = load_pipeline(model)
+    arguments = model.call_arguments(pipe)
     chosen = (given or built_in_prompts(pipe))[:num]
     profile = plan.calibrate(
         pipe,
@@ -76,7 +77,7 @@ def calibrate(
         name=out.stem,
         effort=effort,
         budgets=[int(one) if one.isdigit() else one for one in budget] if budget else ("3x", "5x"),
-        **model.arguments,
+        **arguments,
     )
     profile.save(out)
     frontier, steps, offset = search_profile(profile).frontier, len(profile.facts.noise), profile.facts.psnr_offset
@@ -100,7 +101,7 @@ def tune(
     report: Annotated[Path | None, Option(help="FILE.html, or a folder: compares plans with all methods.")] = None,
     report_prompts: Annotated[int, Option(help="Number of prompts of the report.")] = 4,
     *,
-    model: ModelSettings,
+    model: CallSettings,
 ) -> None:
     """Find the fastest plan that meets a target on held-out prompts, and write its certificate into the profile.
 
@@ -124,15 +125,16 @@ def tune(
     measured = Profile.load(profile)
     given = prompts_from_file(prompts) if prompts else None
     pipe = load_pipeline(model)
+    arguments = model.call_arguments(pipe)
     chosen = (given or built_in_prompts(pipe)[measured.facts.prompts :])[:num]
-    found = plan.tune(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size, **model.arguments)
+    found = plan.tune(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size, **arguments)
     found.profile.save(profile)
     prediction = Prediction.of(found, target)
     _print_trials(prediction)
     if folder is not None:
         spec = build_frontier_comparison(Profile.load(profile), profile, chosen[:report_prompts], batch_size)
         arguments = dict(measured.facts.call) | model.arguments
-        spec = replace(spec, arguments=tuple(arguments.items()))
+        spec = replace(spec, arguments=tuple(arguments.items()), image=model.image, fps=model.fps)
         run_and_report(pipe, spec, folder, page, prediction)
 
 

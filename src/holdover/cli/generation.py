@@ -1,10 +1,11 @@
-"""The commands that generate images: `holdover generate` and `compare`."""
+"""The commands that generate images and videos: `holdover generate` and `compare`."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from typer import Argument, Context, Option
 from .. import __version__
 from ..config import parse_settings
 from ..errors import ConfigError, HoldoverError
-from ..loading import ModelSettings, require_packages
+from ..loading import CallSettings, require_packages
 from ..zoo import MODELS
 from .application import app, console, print_line
 from .options import check_range, check_room, check_writable, takes_model
@@ -38,20 +39,19 @@ def generate(
     seed: Annotated[int, Option(help="Seed of the first image; the next images have the next seeds.")] = 0,
     num: Annotated[int, Option(help="Number of images.")] = 1,
     guidance: Annotated[float | None, Option(help="Guidance scale; default: the model's own.")] = None,
-    frames: Annotated[int | None, Option(help="Number of frames of a video; default: the model's own.")] = None,
-    fps: Annotated[float, Option(help="Frames per second of a video.")] = 16.0,
-    out: Annotated[Path, Option(help="Folder for the images, or a video file: clip.mp4, clip.gif.")] = Path("images"),
+    out: Annotated[Path, Option(help="Folder for the images, or a video file: clip.mp4, clip.gif, clip.webp.")] = Path(
+        "images"
+    ),
     compare: Annotated[bool, Option("--compare", help="Generate uncached too; print speed-up and quality.")] = False,
     *,
-    model: ModelSettings,
+    model: CallSettings,
 ) -> None:
-    """Generate images and save them as PNG, or a video as MP4 or GIF, with their settings in the file."""
+    """Generate images and save them as PNG, or a video as MP4, GIF or WebP, with their settings in the file."""
     from ..compare.spec import Comparison, MethodCandidate
     from ..selector import check_settings
 
-    check_range(1, num=num, frames=frames)
-    check_range(1, 240, fps=fps)
-    is_video = out.suffix.lower() in (".mp4", ".gif")
+    check_range(1, num=num)
+    is_video = out.suffix.lower() in (".mp4", ".gif", ".webp")
     if is_video and num > 1:
         raise ConfigError(f"{out} is one video file: give a folder for --num {num}, or generate one.")
     if is_video and out.exists():
@@ -64,63 +64,83 @@ def generate(
     check_writable(folder)
     prompt = expand_prompt(model.model, prompt)
     method, seeds = MethodCandidate(cache, tuple(given.items())), tuple(range(seed, seed + num))
-    arguments = model.arguments | ({} if frames is None else {"num_frames": frames})
     spec = Comparison(
-        (prompt,), (method,), seeds, steps, guidance, tuple(arguments.items()), warmup=2 if compare else 0
+        (prompt,),
+        (method,),
+        seeds,
+        steps,
+        guidance,
+        tuple(model.arguments.items()),
+        image=model.image,
+        fps=model.fps,
+        warmup=2 if compare else 0,
     )
 
     from ..api import enable
     from ..compare.results import prepare_folder
-    from ..compare.runner import ReferenceMetrics, check_pipeline, generate_images, get_device, warm_up
+    from ..compare.runner import ReferenceMetrics, check_pipeline, find_rate, generate_batches, get_device, warm_up
     from ..loading import load_pipeline
-    from ..metrics import METRICS, as_images
-    from ..plan.calls import keywords_of
-    from ..video import write_video
+    from ..metrics import as_images
+    from ..plan.calls import makes_videos
+    from ..video import VideoFile, stream_frames
 
     pipe = load_pipeline(model)
     check_pipeline(pipe, spec)
-    if is_video and "num_frames" not in keywords_of(pipe)[0]:
+    if is_video and not makes_videos(pipe):
         raise ConfigError(f"{type(pipe).__name__} generates images, not videos: give a folder as --out.")
-    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-    multiple = next((int(value) for name in names if (value := getattr(pipe, name, None))), 1)
-    if frames is not None and (frames - 1) % multiple:
-        nearest = round((frames - 1) / multiple) * multiple + 1
-        raise ConfigError(
-            f"--frames must be a multiple of {multiple} plus 1 for {type(pipe).__name__}, such as {nearest}, "
-            f"not {frames}."
-        )
+    fps = find_rate(pipe, spec)
     prepare_folder(folder)
     check_room(folder, num * count_values(pipe, spec))
+    call = {"model": model.model, "prompt": prompt, "steps": steps, "guidance": guidance, "cache": cache}
+    call = model.changed | call | {"settings": given} | ({"fps": fps} if makes_videos(pipe) else {})
+    uncached, before, cached, after = list[Any](), list[float](), list[Any](), list[float]()
     if compare:
         pipe.set_progress_bar_config(desc="uncached", leave=False)
         warm_up(pipe, spec, steps)
-        uncached, before = generate_images(pipe, spec, steps)
+        for output, took in generate_batches(pipe, spec, steps):
+            uncached.append(output[0])
+            before.append(took)
     pipe.set_progress_bar_config(desc=cache if cache != "none" else "generating", leave=False)
-    with enable(pipe, cache, **given) as backend:
+    with ExitStack() as stack:
+        backend = stack.enter_context(enable(pipe, cache, **given))
         warm_up(pipe, spec, steps)
-        cached, after = generate_images(pipe, spec, steps)
+        file = stack.enter_context(VideoFile(out, fps, json.dumps(call | {"seed": seed}))) if is_video else None
+        # Frames are written as they are decoded; a comparison needs them all.
+        streamed = file is not None and not compare and stack.enter_context(stream_frames(pipe, file.add))
+        for number, (output, took) in zip(seeds, generate_batches(pipe, spec, steps), strict=True):
+            after.append(took)
+            if compare:
+                cached.append(output[0])
+            if file is None:
+                print_line(_write_image(as_images(output)[0], out, call | {"seed": number}))
+            elif not streamed:
+                for frame in as_images(output)[0]:
+                    file.add(frame)
         generation = backend.stats().generations[-1]
-    call = {"model": model.model, "prompt": prompt, "steps": steps, "guidance": guidance, "cache": cache}
-    for number, image in zip(seeds, as_images(cached), strict=True):
-        written = model.changed | call | {"seed": number, "settings": given}
-        if image.ndim == 4:
-            written |= {"frames": len(image), "fps": fps}
-        if is_video:
-            write_video(out, image, fps, json.dumps(written))
-            print_line(out)
-        else:
-            print_line(_write_image(image, out, written))
+    if is_video:
+        print_line(out)
     print_line(", ".join([cache, *(f"{key}={value}" for key, value in given.items())]) + ": C computed, h held")
     _print_steps(generation)
-    print_line(f"{fmean(after):.2f} s per image")
+    noun = "video" if makes_videos(pipe) else "image"
+    print_line(f"{fmean(after):.2f} s per {noun}")
     if compare:
-        values = ReferenceMetrics(uncached, spec.output, get_device(pipe)).measure(as_images(cached))
-        quality = f"worst PSNR {min(values['psnr']):.1f} dB"
-        for name, worst in (("ssim", min), ("lpips", max)):
-            if name in values:
-                quality += f", {METRICS[name].title} {worst(values[name]):.4f}"
-        quality = "equal images" if min(values["psnr"]) == float("inf") else quality
+        metrics = ReferenceMetrics(uncached, spec.output, get_device(pipe))
+        quality = _describe_quality([metrics.measure(number, image) for number, image in enumerate(cached)])
         print_line(f"{fmean(before):.2f} s uncached: {fmean(before) / fmean(after):.2f}x, {quality}")
+
+
+def _describe_quality(values: list[dict[str, float]]) -> str:
+    """The worst value of each metric, and of a video the frame with it."""
+    from ..metrics import METRICS
+
+    worst = min(values, key=lambda entry: entry["psnr"])
+    if worst["psnr"] == float("inf"):
+        return "equal videos" if "worst_frame" in worst else "equal images"
+    quality = f"worst PSNR {worst['psnr']:.1f} dB"
+    for name, choose in (("ssim", min), ("lpips", max)):
+        if name in worst:
+            quality += f", {METRICS[name].title} {choose(entry[name] for entry in values):.4f}"
+    return quality + (f", worst frame {int(worst['worst_frame']) + 1}" if "worst_frame" in worst else "")
 
 
 def _write_image(image: torch.Tensor, folder: Path, settings: dict[str, Any]) -> Path:
@@ -169,9 +189,9 @@ def compare(
     batch_size: Annotated[int | None, Option(help="Images per batch; default: 1.")] = None,
     out: Annotated[Path, Option(help="Folder for results, images and report.")] = Path("comparison"),
     *,
-    model: ModelSettings,
+    model: CallSettings,
 ) -> None:
-    """Compare methods with uncached images and with fewer steps; write results.json and report.html.
+    """Compare methods with uncached images or videos and with fewer steps; write results.json and report.html.
 
     A run that was interrupted resumes when it is started again.
     """
@@ -183,7 +203,7 @@ def compare(
     sources = {name: context.get_parameter_source(name) for name in context.params}
     flags = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     values = read | {name: value for name, value in context.params.items() if name in flags - {"study"}}
-    of_model = {name: values.pop(name) for name in ModelSettings.field_names() if name in values}
+    of_model = {name: values.pop(name) for name in CallSettings.field_names() if name in values}
     model = model.replaced(**of_model)
     model.check_model()
     folder = Path(values.pop("out", out))
@@ -192,6 +212,7 @@ def compare(
         values["methods"] = [method for method in selector.methods() if method != "none"]
     if isinstance(values.get("arguments", {}), dict):
         values["arguments"] = values.get("arguments", {}) | model.arguments
+    values |= {name: value for name in ("image", "fps") if (value := getattr(model, name)) is not None}
     if isinstance(values.get("prompts"), list):
         values["prompts"] = [expand_prompt(model.model, str(prompt)) for prompt in values["prompts"]]
     spec = from_mapping(values)  # checked before the model is loaded
@@ -210,11 +231,13 @@ def run_and_report(
     """Run a comparison with progress on the terminal, and write its report into the folder, or to `page`."""
     from ..compare import compare as run_comparison
     from ..compare.results import prepare_folder
+    from ..plan.calls import makes_videos
     from ..report import write_report
 
     prepare_folder(folder)
     rows = 1 + len(spec.candidates) * (3 if spec.baselines else 1)
-    check_room(folder, len(spec.images) * count_values(pipe, spec) * (4 + 2 * rows))  # floats, images and differences
+    each = 0.2 if makes_videos(pipe) else 2  # bytes per value of an image or clip and its difference
+    check_room(folder, len(spec.images) * count_values(pipe, spec) * (4 + each * rows))  # 4 for floats
     results = run_comparison(pipe, spec, folder, _terminal_progress(pipe))
     report = write_report(results, folder, "report.html" if page is None else page.absolute(), prediction)
     print_line(results)
@@ -225,9 +248,11 @@ def run_and_report(
 def count_values(pipe: Any, spec: Comparison) -> int:
     """The number of values of one image or video."""
     from ..loading import image_size
+    from ..plan.calls import defaults_of
 
     width, height = image_size(pipe)
-    arguments = dict(spec.arguments)
+    arguments = {name: value for name, value in defaults_of(pipe).items() if isinstance(value, int)}
+    arguments |= dict(spec.arguments)
     frames = int(arguments.get("num_frames", 1))
     return 3 * frames * int(arguments.get("width", width)) * int(arguments.get("height", height))
 
@@ -244,7 +269,7 @@ def _terminal_progress(pipe: Any) -> ProgressCallback:
             pipe.set_progress_bar_config(desc=f"{label:<28}", leave=False)
 
         def on_finish(self, row: Row, results: Results) -> None:
-            text = f"failed: {row.error}" if row.error is not None else f"{row.mean_seconds:6.2f} s per image"
+            text = f"failed: {row.error}" if row.error is not None else f"{row.mean_seconds:6.2f} s per {results.noun}"
             if row.error is None and row.kind != "reference":
                 text += f"  {results.speedup(row):5.2f}x"
             print_line(f"{row.label:<28} {text}{'' if row.label in started else '  (from an earlier run)'}")

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import shutil
 import typing
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import typer
 
 from ..config import allowed_values
 from ..errors import ConfigError
-from ..loading import ModelSettings
+from ..loading import CallSettings
 from .application import one_line_errors
 
 
@@ -42,7 +43,7 @@ def set_parameters(command: Callable[..., Any], parameters: list[inspect.Paramet
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each of `ModelSettings`; it gets them, checked, as its parameter `model`.
+    """Give a command an option for each of `CallSettings`; it gets them, checked, as its parameter `model`.
 
     Errors about input are printed in one line.
     """
@@ -52,17 +53,24 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
         for parameter in inspect.signature(command).parameters.values()
         if parameter.name != "model"
     ]
-    types = typing.get_type_hints(ModelSettings)
+    types = typing.get_type_hints(CallSettings)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         with one_line_errors():
-            model = ModelSettings(**{name: given.pop(name) for name in ModelSettings.field_names()})
-            model.check_model()
-            command(**given, model=model)
+            try:
+                model = CallSettings(**{name: given.pop(name) for name in CallSettings.field_names()})
+                model.check_model()
+                command(**given, model=model)
+            except ConfigError as error:
+                raise ConfigError(re.sub(r"CallSettings\.(\w+)", _as_flag, str(error))) from error
 
-    set_parameters(run, [*own, *(make_parameter(field, types[field.name]) for field in ModelSettings.settings())])
+    set_parameters(run, [*own, *(make_parameter(field, types[field.name]) for field in CallSettings.settings())])
     return run
+
+
+def _as_flag(name: re.Match[str]) -> str:
+    return "--" + name[1].replace("_", "-")
 
 
 def check_range(least: float, most: float = float("inf"), **values: float | None) -> None:

@@ -1,12 +1,15 @@
-"""What a comparison found: rows of values, as JSON and in a folder with the images."""
+"""What a comparison found: rows of values, as JSON and in a folder with the images or clips."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import re
+import shutil
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -19,10 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import ConfigError, HoldoverError
 from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
+from ..video import write_video
 
 FORMAT = 2
 _DIFFERENCE_GAIN = 4.0  # a difference image is opaque where two images differ by a quarter of the range
 _DIFFERENCE_COLOR = (214, 40, 120)
+_FADED = 0.22  # of the gray image under the difference of a clip, which has no transparency: as on the page of images
+_SMALLEST_SIDE = 192  # to which a small clip is enlarged by a whole number, because MP4 halves the resolution of color
 
 MetricValue = Annotated[float, BeforeValidator(none_to_infinite)]
 
@@ -33,6 +39,8 @@ class Row:
 
     `seconds` and `values` have one entry per image; `strips`, one letter per forward (`C` computed, `h` held) of the
     first batch; `computed` and `held` are counts of one generation, the mean over batches. Paths are within the folder.
+    Of videos, `frames` is the number of frames of each, and `worst_frames` the index of the frame of each that is
+    furthest from uncached in PSNR; of images they are 0 and empty.
     """
 
     candidate: dict[str, Any]
@@ -47,6 +55,8 @@ class Row:
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     error: str | None = None
+    frames: int = 0
+    worst_frames: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -92,6 +102,11 @@ class Results:
     rows: tuple[Row, ...] = ()
     unavailable: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def noun(self) -> str:
+        """What was generated: image or video."""
+        return "video" if self.reference.frames else "image"
+
     def row(self, label: str) -> Row:
         return next(row for row in self.rows if row.label == label)
 
@@ -132,7 +147,7 @@ class Results:
     def __str__(self) -> str:
         label = max(len(row.label) for row in (self.reference, *self.rows))
         quality = "PSNR mean    p10  worst  SSIM mean     p10  LPIPS mean     p90"
-        lines = [f"{'':<{label}}  computed   s/image  speed  {quality}"]
+        lines = [f"{'':<{label}}  computed   s/{self.noun}  speed  {quality}"]
         for row in (self.reference, *self.rows):
             lines.append(f"{row.label:<{label}}  ")
             if row.error is not None:
@@ -152,51 +167,95 @@ class Results:
 
 
 class Folder:
-    """The folder of a comparison: `results.json`, the float reference, and a PNG of each image and difference."""
+    """The folder of a comparison: `results.json`, each uncached output in floats, and files of images and differences.
+
+    Images are PNG. Videos are MP4, or WebP if PyAV is not installed.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.results = self.root / "results.json"
-        self._reference = self.root / "reference.safetensors"
+        self._reference = self.root / "reference"
+        self._clips = ".webp" if importlib.util.find_spec("av") is None else ".mp4"
 
     def prepare(self) -> None:
         """Create the folder and check that it is writable, before anything is generated."""
-        prepare_folder(self.root)
-        prepare_folder(self.root / "images")
+        for folder in (self.root, self.root / "images", self._reference):
+            prepare_folder(folder)
 
     def load(self) -> Results | None:
         """The results of an earlier run."""
         return Results.load(self.results) if self.results.exists() else None
 
-    def load_reference(self) -> torch.Tensor | None:
-        """The uncached images of an earlier run, in floats."""
-        return load_file(self._reference)["reference"] if self._reference.exists() else None
+    def load_reference(self, count: int) -> list[torch.Tensor] | None:
+        """The uncached outputs of an earlier run, if all are there; they are read from the files when they are used."""
+        paths = [self._reference / f"{number}.safetensors" for number in range(count)]
+        return [load_file(path)["output"] for path in paths] if all(path.exists() for path in paths) else None
 
-    def save_reference(self, output: torch.Tensor) -> None:
-        """Store the uncached images, in floats."""
-        temporary = self._reference.with_suffix(".new")
-        save_file({"reference": output.contiguous()}, temporary)
-        temporary.replace(self._reference)
+    def save_reference(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Store one uncached output, in floats; return it as `load_reference` does."""
+        path = self._reference / f"{number}.safetensors"
+        temporary = path.with_suffix(".new")
+        save_file({"output": output.contiguous()}, temporary)
+        temporary.replace(path)
+        return load_file(path)["output"]
 
-    def save_images(self, candidate: dict[str, Any], images: torch.Tensor, suffix: str = "") -> tuple[str, ...]:
-        """Write a PNG of each image (of a video, its middle frame) and return their paths within the folder."""
+    def clear_reference(self) -> None:
+        """Remove the outputs of a run that had other settings or was interrupted."""
+        shutil.rmtree(self._reference)
+        prepare_folder(self._reference)
+
+    def save_image(
+        self, candidate: dict[str, Any], number: int, image: torch.Tensor, fps: float = 16.0, suffix: str = ""
+    ) -> str:
+        """Write an image (C, H, W) as PNG, or a video (F, C, H, W) as a clip; return its path within the folder."""
+        name = self._name(candidate, f"{number}{suffix}{'.png' if image.ndim == 3 else self._clips}")
+        if image.ndim == 3:
+            to_pil(image).save(self.root / name)
+        else:
+            self._write_clip(name, iter(image), fps)
+        return name
+
+    def save_difference(
+        self, candidate: dict[str, Any], number: int, image: torch.Tensor, reference: torch.Tensor, fps: float = 16.0
+    ) -> str:
+        """Write the difference of an image to the reference: one color, opaque where they differ most.
+
+        The difference of a video lies on the faded frames.
+        """
+        color = torch.tensor(_DIFFERENCE_COLOR).view(3, 1, 1) / 255
+
+        def opacity(image: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+            return ((image - reference).abs().mean(-3, keepdim=True) * _DIFFERENCE_GAIN).clamp(0, 1)
+
+        if image.ndim == 3:
+            alpha = opacity(image, reference)
+            plane = color.expand(3, *alpha.shape[-2:])
+            return self.save_image(candidate, number, torch.cat([plane, alpha]), suffix="-difference")
+        name = self._name(candidate, f"{number}-difference{self._clips}")
+
+        def frames() -> Iterator[torch.Tensor]:
+            for frame, plain in zip(image, reference, strict=True):
+                alpha = opacity(frame, plain)
+                yield alpha * color + (1 - alpha) * (1 - _FADED + _FADED * frame.mean(0, keepdim=True))
+
+        self._write_clip(name, frames(), fps)
+        return name
+
+    def _name(self, candidate: dict[str, Any], end: str) -> str:
+        """The path of a file within the folder."""
         words = re.sub(r"[^a-z0-9.]+", "-", str(candidate["label"]).lower()).strip("-")[:40]
         digest = hashlib.sha256(json.dumps(candidate, sort_keys=True).encode()).hexdigest()
-        names = []
-        for number, image in enumerate(images):
-            frame = image[len(image) // 2] if image.ndim == 4 else image
-            names.append(f"images/{words}-{digest[:6]}-{number}{suffix}.png")
-            to_pil(frame).save(self.root / names[-1])
-        return tuple(names)
+        return f"images/{words}-{digest[:6]}-{end}"
 
-    def save_differences(
-        self, candidate: dict[str, Any], images: torch.Tensor, reference: torch.Tensor
-    ) -> tuple[str, ...]:
-        """Write the difference of each image to the reference: one color, opaque where they differ most."""
-        alpha = ((images - reference).abs().mean(-3, keepdim=True) * _DIFFERENCE_GAIN).clamp(0, 1)
-        color = torch.tensor(_DIFFERENCE_COLOR).view(3, 1, 1) / 255
-        plane = color.expand(*alpha.shape[:-3], 3, *alpha.shape[-2:])
-        return self.save_images(candidate, torch.cat([plane, alpha], dim=-3), "-difference")
+    def _write_clip(self, name: str, frames: Iterator[torch.Tensor], fps: float) -> None:
+        """A clip; the frames are taken one at a time."""
+
+        def enlarge(frame: torch.Tensor) -> torch.Tensor:
+            times = math.ceil(_SMALLEST_SIDE / min(frame.shape[-2:])) if self._clips == ".mp4" else 1
+            return frame.repeat_interleave(times, -1).repeat_interleave(times, -2)
+
+        write_video(self.root / name, map(enlarge, frames), fps)
 
 
 def prepare_folder(path: Path) -> None:

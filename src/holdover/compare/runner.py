@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ..api import enable
 from ..base import CacheBackend
@@ -21,6 +22,7 @@ from ..engine.backend import find_cache, find_transformers
 from ..errors import ConfigError, HoldoverError, did_you_mean
 from ..metrics import (
     LPIPS_SIDE,
+    METRICS,
     SSIM_WINDOW,
     as_images,
     each,
@@ -30,8 +32,10 @@ from ..metrics import (
     nonwhite_error,
     psnr,
     ssim,
+    worst_frame,
 )
-from ..plan.calls import keywords_of
+from ..plan.calls import check_video, defaults_of, image_arguments, keywords_of, open_image
+from ..video import RATE_KEYWORDS, default_rate
 from .baselines import to_second_order
 from .results import Folder, Results, Row
 from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips, StripSource
@@ -71,14 +75,16 @@ def compare(
 
 
 class ReferenceMetrics:
-    """Every available metric of outputs against the reference images, on the device of the pipeline."""
+    """Every available metric of outputs against the reference outputs, one after the other, on a device."""
 
-    def __init__(self, reference: torch.Tensor, output_type: str, device: torch.device) -> None:
-        self.latent, self.device = output_type == "latent", device
-        self._range = (float(reference.min()), float(reference.max()))
-        self.reference = self.to_images(reference)
+    def __init__(self, reference: Sequence[torch.Tensor], output_type: str, device: torch.device) -> None:
+        self.latent, self.device, self.reference = output_type == "latent", device, reference
+        self._range = (0.0, 1.0)
+        if self.latent:
+            self._range = min(float(one.min()) for one in reference), max(float(one.max()) for one in reference)
         self.unavailable: dict[str, str] = {}
-        channels, height, width = self.reference.shape[-3:]
+        channels, height, width = (first := self.to_image(reference[0])).shape[-3:]
+        self.frames = len(first) if first.ndim == 4 else 0
         if min(height, width) < SSIM_WINDOW:
             self.unavailable["ssim"] = f"the images are {height} x {width}, smaller than its window of 11 x 11"
         if channels != 3:
@@ -86,18 +92,19 @@ class ReferenceMetrics:
         elif min(height, width) < LPIPS_SIDE:
             self.unavailable["lpips"] = f"the images are {height} x {width}; AlexNet takes {LPIPS_SIDE} x {LPIPS_SIDE}"
 
-    def to_images(self, output: torch.Tensor) -> torch.Tensor:
-        """An output as float images or videos."""
+    def to_image(self, output: torch.Tensor) -> torch.Tensor:
+        """One output as a float image or video."""
         if not torch.isfinite(output).all():
             raise HoldoverError("the images have pixels that are not finite")
-        return latents_as_images(output, *self._range) if self.latent else as_images(output)
+        return (latents_as_images(output[None], *self._range) if self.latent else as_images(output[None]))[0]
 
-    def measure(self, images: torch.Tensor) -> dict[str, tuple[float, ...]]:
-        """One value per image or video, by metric."""
-        pairs = [(a.to(self.device), b.to(self.device)) for a, b in zip(self.reference, images, strict=True)]
+    def measure(self, number: int, image: torch.Tensor) -> dict[str, float]:
+        """The value of every metric of an image or video; of a video also the index of its `worst_frame`."""
+        pair = self.to_image(self.reference[number]).to(self.device), image.to(self.device)
         metrics = {"psnr": psnr, "ssim": ssim, "nonwhite_error": nonwhite_error, "lpips": lpips}
         found = {name: metric for name, metric in metrics.items() if name not in self.unavailable}
-        return {name: tuple(float(each(metric, a[None], b[None])) for a, b in pairs) for name, metric in found.items()}
+        values = {name: float(each(metric, *(one[None] for one in pair))) for name, metric in found.items()}
+        return values | ({"worst_frame": worst_frame(*pair)} if self.frames else {})
 
 
 @dataclass
@@ -129,6 +136,7 @@ class _Run:
 
     def __init__(self, pipe: Any, spec: Comparison, folder: Folder | None, callback: ProgressCallback) -> None:
         self.pipe, self.spec, self.folder, self.callback = pipe, spec, folder, callback
+        self.fps = find_rate(pipe, spec)
         self.environment = describe_environment(pipe)
         self.earlier = folder.load() if folder else None
         if self.earlier is None:
@@ -147,7 +155,13 @@ class _Run:
             results = self._add_row(results, candidate, metrics)
         cached = [row for row in results.rows if row.kind in ("method", "custom") and row.error is None]
         counts = {max(1, round(row.computed_steps)) for row in cached if row.computed_steps is not None}
-        baselines = [FewerSteps(count, order) for count in sorted(counts) for order in (False, True)]
+        # Other schedulers, such as Wan's UniPC, are of second order themselves or have no second-order form here.
+        orders = (
+            (False, True)
+            if isinstance(getattr(self.pipe, "scheduler", None), FlowMatchEulerDiscreteScheduler)
+            else (False,)
+        )
+        baselines = [FewerSteps(count, order) for count in sorted(counts) for order in orders]
         for baseline in baselines if self.spec.baselines else ():
             if baseline.steps < self.spec.steps and baseline not in self.spec.candidates:
                 results = self._add_row(results, baseline, metrics)
@@ -157,18 +171,26 @@ class _Run:
 
     def _start(self) -> tuple[ReferenceMetrics, Results]:
         """The reference, generated or loaded, and results without rows."""
-        output = self.folder.load_reference() if self.folder and self.earlier else None
-        if self.earlier is not None and output is not None:
+        count = len(self.spec.images)
+        outputs = self.folder.load_reference(count) if self.folder and self.earlier else None
+        if self.earlier is not None and outputs is not None:
             row = self.earlier.reference
         else:
-            self.earlier = None
-            output, seconds, _ = self._generate(None, self.spec.steps)
-            row = Row(UNCACHED, seconds, self.spec.steps)
+            self.earlier, outputs = None, []
             if self.folder:
-                self.folder.save_reference(output)
-        metrics = ReferenceMetrics(output, self.spec.output, get_device(self.pipe))
+                self.folder.clear_reference()
+
+            def keep(number: int, output: torch.Tensor) -> None:
+                outputs.append(self.folder.save_reference(number, output) if self.folder else output)
+
+            seconds, _ = self._generate(None, self.spec.steps, keep)
+            row = Row(UNCACHED, seconds, self.spec.steps)
+        metrics = ReferenceMetrics(outputs, self.spec.output, get_device(self.pipe))
+        row = replace(row, frames=metrics.frames)
         if self.folder and not row.images and not metrics.latent:
-            row = replace(row, images=self.folder.save_images(UNCACHED, metrics.reference))
+            images = (metrics.to_image(output) for output in outputs)
+            files = [self.folder.save_image(UNCACHED, number, image, self.fps) for number, image in enumerate(images)]
+            row = replace(row, images=tuple(files))
         date = datetime.now(UTC).isoformat(timespec="seconds")
         results = Results(self.spec.settings(), self.environment, date, row, (), metrics.unavailable)
         self._save(results)
@@ -192,32 +214,55 @@ class _Run:
         return results
 
     def _measure(self, candidate: Candidate, metrics: ReferenceMetrics) -> Row:
-        """Generate all images of a candidate and compare them with the reference."""
+        """Generate the images of a candidate, compare each with the reference, and keep none of them in memory."""
         steps = candidate.steps if isinstance(candidate, FewerSteps) else self.spec.steps
-        output, seconds, decisions = self._generate(candidate, steps)
-        images, entry = metrics.to_images(output), candidate.as_dict()
-        saved: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        if self.folder is not None and not metrics.latent:
-            differences = self.folder.save_differences(entry, images, metrics.reference)
-            saved = self.folder.save_images(entry, images), differences
-        counts, values = (decisions.mean_count("C"), decisions.mean_count("h")), metrics.measure(images)
-        strips = dict(decisions.strips[0]) if decisions.strips else {}
-        return Row(entry, seconds, steps, *counts, strips, decisions.bytes_held, values, *saved, decisions.notes)
+        entry, found, images, differences = candidate.as_dict(), list[dict[str, float]](), list[str](), list[str]()
 
-    def _generate(self, candidate: Candidate | None, steps: int) -> tuple[torch.Tensor, tuple[float, ...], _Decisions]:
-        """All images with a candidate or uncached, the seconds that each took, and what was computed and held."""
-        label, decisions = candidate.label if candidate else "uncached", _Decisions()
+        def measure(number: int, output: torch.Tensor) -> None:
+            image = metrics.to_image(output)
+            found.append(metrics.measure(number, image))
+            if self.folder is not None and not metrics.latent:
+                reference = metrics.to_image(metrics.reference[number])
+                images.append(self.folder.save_image(entry, number, image, self.fps))
+                differences.append(self.folder.save_difference(entry, number, image, reference, self.fps))
+
+        seconds, decisions = self._generate(candidate, steps, measure)
+        return Row(
+            entry,
+            seconds,
+            steps,
+            decisions.mean_count("C"),
+            decisions.mean_count("h"),
+            dict(decisions.strips[0]) if decisions.strips else {},
+            decisions.bytes_held,
+            {name: tuple(values[name] for values in found) for name in found[0] if name in METRICS},
+            tuple(images),
+            tuple(differences),
+            decisions.notes,
+            frames=metrics.frames,
+            worst_frames=tuple(int(values["worst_frame"]) for values in found) if metrics.frames else (),
+        )
+
+    def _generate(
+        self, candidate: Candidate | None, steps: int, take: Callable[[int, torch.Tensor], None]
+    ) -> tuple[tuple[float, ...], _Decisions]:
+        """Generate every image with a candidate or uncached; `take` gets its number and the output.
+
+        Returns the seconds that each took, and what was computed and held.
+        """
+        label, decisions, seconds = candidate.label if candidate else "uncached", _Decisions(), list[float]()
         self.callback.on_start(label, steps)
         with apply_candidate(self.pipe, candidate) as source:
-
-            def after_batch(done: int) -> None:
-                decisions.record(source)
-                self.callback.on_batch(label, done, len(self.spec.images))
-
             warm_up(self.pipe, self.spec, steps, whole=isinstance(candidate, Custom))
             if self.spec.warmup and callable(source):
                 source()  # discard the forwards of the warm-up
-            return *generate_images(self.pipe, self.spec, steps, after_batch), decisions
+            for outputs, took in generate_batches(self.pipe, self.spec, steps):
+                decisions.record(source)
+                for output in outputs:
+                    take(len(seconds), output)
+                    seconds.append(took)
+                self.callback.on_batch(label, len(seconds), len(self.spec.images))
+        return tuple(seconds), decisions
 
     def _save(self, results: Results) -> None:
         """Save the rows so far, followed by the earlier rows that may still be reused."""
@@ -251,11 +296,8 @@ def apply_candidate(pipe: Any, candidate: Candidate | None) -> Iterator[StripSou
 # Generate and time all images with a pipeline as it is, and describe what it ran on.
 
 
-def generate_images(
-    pipe: Any, spec: Comparison, steps: int, after_batch: Callable[[int], None] = lambda done: None
-) -> tuple[torch.Tensor, tuple[float, ...]]:
-    """Generate every prompt with every seed: all images on the CPU, and the seconds that each took."""
-    outputs, seconds = [], []
+def generate_batches(pipe: Any, spec: Comparison, steps: int) -> Iterator[tuple[torch.Tensor, float]]:
+    """Generate every prompt with every seed: for each batch its images on the CPU, and the seconds that each took."""
     clock = time.process_time if spec.clock == "cpu" else time.perf_counter
     for start in range(0, len(spec.images), spec.batch_size):
         images = spec.images[start : start + spec.batch_size]
@@ -263,10 +305,8 @@ def generate_images(
         begin = clock()
         output = _generate_batch(pipe, spec, steps, images)
         _synchronize()
-        seconds += [(clock() - begin) / len(images)] * len(images)
-        outputs.append(output.cpu())
-        after_batch(start + len(images))
-    return torch.cat(outputs), tuple(seconds)
+        took = (clock() - begin) / len(images)
+        yield output.cpu(), took
 
 
 def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> None:
@@ -292,7 +332,10 @@ def warm_up(pipe: Any, spec: Comparison, steps: int, whole: bool = False) -> Non
 
 
 def check_pipeline(pipe: Any, spec: Comparison) -> None:
-    """Refuse arguments that the pipeline does not have, and CPU time where it is not the time of the generation."""
+    """Refuse arguments that the pipeline does not have or cannot use, and CPU time where it is not that of an image."""
+    check_video(pipe, dict(spec.arguments) | {"image": spec.image, "fps": spec.fps})
+    if spec.image is not None:
+        open_image(spec.image)
     known, takes_others = keywords_of(pipe)
     guidance = [] if spec.guidance is None else ["guidance_scale"]
     for name in ("prompt", "generator", "num_inference_steps", *dict(spec.arguments), *guidance):
@@ -300,6 +343,12 @@ def check_pipeline(pipe: Any, spec: Comparison) -> None:
             raise ConfigError(f"{type(pipe).__name__} takes no {name!r}.{did_you_mean(name, known)}")
     if spec.clock == "cpu" and (get_device(pipe).type != "cpu" or torch.get_num_threads() > 1):
         raise ConfigError("clock 'cpu' is for a pipeline on the CPU with one thread: torch.set_num_threads(1).")
+
+
+def find_rate(pipe: Any, spec: Comparison) -> float:
+    """Frames per second of the clips of a comparison."""
+    given = (dict(spec.arguments).get(name) for name in RATE_KEYWORDS)
+    return float(spec.fps or next(filter(None, given), None) or default_rate(pipe, defaults_of(pipe)))
 
 
 def describe_environment(pipe: Any) -> dict[str, Any]:
@@ -358,14 +407,23 @@ def _generate_batch(
     known, takes_others = keywords_of(pipe)
     optional = {"output_type": spec.output, "return_dict": False}
     arguments |= {name: value for name, value in optional.items() if takes_others or name in known}
-    output = get_images(
-        pipe(
-            prompt=[prompt for prompt, _ in images],
-            generator=[torch.Generator().manual_seed(seed) for _, seed in images],
-            num_inference_steps=steps,
-            **arguments,
+    if spec.image is not None:
+        arguments = image_arguments(pipe, spec.image) | arguments
+    if spec.fps is not None:
+        arguments |= {name: spec.fps for name in RATE_KEYWORDS if name in known}
+    try:
+        output = get_images(
+            pipe(
+                prompt=[prompt for prompt, _ in images],
+                generator=[torch.Generator().manual_seed(seed) for _, seed in images],
+                num_inference_steps=steps,
+                **arguments,
+            )
         )
-    )
+    except ValueError as error:  # what the pipeline refuses
+        raise ConfigError(f"{type(pipe).__name__}: {error}") from error
+    except NameError as error:  # diffusers' image-to-video pipeline of Wan uses ftfy without importing it
+        raise ConfigError(f"{type(pipe).__name__} needs {error.name}: pip install {error.name}.") from error
     if isinstance(output, torch.Tensor):
         return output
     parts = list(output)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from ..base import CacheBackend
@@ -122,12 +124,15 @@ _RESERVED = ("prompt", "generator", "num_inference_steps", "guidance_scale", "ou
 class Comparison:
     """Every prompt with every seed, without a cache and with each candidate.
 
-    `arguments` are more arguments of the pipeline, such as height, width and num_frames. `guidance` is its
+    `arguments` are more arguments of the pipeline, such as height, width and num_frames. `image` is the file of an
+    image that every generation starts from; without height and width, a video gets its aspect ratio. `fps` is the rate
+    of videos, also for pipelines that generate motion for a rate; None is the model's own. `guidance` is the pipeline's
     `guidance_scale`; None keeps its default. `output` is "pt" for images, or "latent" to skip decoding. `warmup` is the
     number of untimed steps before each candidate, because the first one verifies the cache; a custom candidate is
     warmed up with a whole generation, and with 0 nothing is. `clock` is "wall", or "cpu" for the CPU time of one
-    thread, which is independent of the load on the machine. `baselines` adds fewer steps, with both solvers, at every
-    number of steps that a candidate computed; without it only those run that are candidates themselves.
+    thread, which is independent of the load on the machine. `baselines` adds fewer steps, with both solvers (one, if
+    the pipeline's scheduler is no flow-matching Euler), at every number of steps that a candidate computed;
+    without it only those run that are candidates themselves.
     """
 
     prompts: tuple[str, ...]
@@ -136,6 +141,8 @@ class Comparison:
     steps: int = 30
     guidance: float | None = None
     arguments: tuple[tuple[str, Any], ...] = ()
+    image: str | None = None
+    fps: float | None = None
     batch_size: int = 1
     output: Literal["pt", "latent"] = "pt"
     warmup: int = 2
@@ -163,6 +170,8 @@ class Comparison:
         number = isinstance(self.guidance, (int, float)) and not isinstance(self.guidance, bool)
         if self.guidance is not None and not (number and math.isfinite(self.guidance) and self.guidance >= 0):
             raise ConfigError(f"guidance must be a finite number of at least 0, not {self.guidance!r}.")
+        if self.fps is not None and not (isinstance(self.fps, (int, float)) and 1 <= self.fps <= 240):
+            raise ConfigError(f"fps must be a number from 1 to 240, not {self.fps!r}.")
         for name, value, a, b in (("output", self.output, "pt", "latent"), ("clock", self.clock, "wall", "cpu")):
             if value not in (a, b):
                 raise ConfigError(f"{name} must be {a!r} or {b!r}, not {value!r}.")
@@ -182,9 +191,15 @@ class Comparison:
         return tuple((prompt, seed) for prompt in self.prompts for seed in self.seeds)
 
     def settings(self) -> dict[str, Any]:
-        """Everything but the choice of rows, as plain JSON values: rows with equal settings can share a table."""
+        """Everything but the choice of rows, as plain JSON values: rows with equal settings can share a table.
+
+        The image is there with a hash of its file.
+        """
         names = [field.name for field in fields(self) if field.name not in ("candidates", "baselines")]
         values = {name: getattr(self, name) for name in names} | {"arguments": dict(self.arguments)}
+        if self.image is not None:
+            path = Path(self.image).expanduser()
+            values["image"] = f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
         return dict(json.loads(json.dumps(values)))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..engine.backend import find_transformers
 from ..engine.engine import Engine
@@ -70,13 +70,106 @@ class Caller:
 
 def keywords_of(pipe: Any) -> tuple[frozenset[str], bool]:
     """The keywords of a pipeline's `__call__` and of bases it passes `**options` to, and whether any other is taken."""
-    found: set[str] = set()
+    parameters, takes_others = _parameters_of(pipe)
+    return frozenset(parameters), takes_others
+
+
+def defaults_of(pipe: Any) -> dict[str, Any]:
+    """The default of every keyword of a pipeline's `__call__` that has one."""
+    parameters = _parameters_of(pipe)[0]
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+
+def _parameters_of(pipe: Any) -> tuple[dict[str, inspect.Parameter], bool]:
+    found: dict[str, inspect.Parameter] = {}
     for cls in (c for c in type(pipe).__mro__ if "__call__" in vars(c)):
         parameters = inspect.signature(vars(cls)["__call__"]).parameters.values()
-        found |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            return frozenset(found), False
-    return frozenset(found), True
+        found = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD} | found
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            return found, False
+    return found, True
+
+
+# Videos, and images that a call starts from
+
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+_SPATIAL = (
+    "vae_scale_factor_spatial",
+    "vae_spatial_compression_ratio",
+    "vae_spatial_scale_factor",
+    "vae_scale_factor",
+)
+
+
+def makes_videos(pipe: Any) -> bool:
+    """Whether a pipeline generates videos."""
+    return "num_frames" in keywords_of(pipe)[0]
+
+
+def video_multiples(pipe: Any) -> tuple[int, int]:
+    """The sides of a pipeline's videos are a multiple of the first number, their frames one of the second plus 1."""
+    temporal = next((int(value) for name in _TEMPORAL if (value := getattr(pipe, name, None))), 1)
+    spatial = next((int(value) for name in _SPATIAL if (value := getattr(pipe, name, None))), 1)
+    config: Any = getattr(next(iter(find_transformers(pipe).values())), "config", None) or {}
+    patch = config.get("patch_size") or 1
+    return spatial * int(patch[-1] if isinstance(patch, (list, tuple)) else patch), temporal
+
+
+def check_video(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a video pipeline cannot make, or changes in silence: `num_frames`, `fps`, `height` and `width`.
+
+    And an `image` where the pipeline takes none, or none where it needs one.
+    """
+    name, (parameters, others) = type(pipe).__name__, _parameters_of(pipe)
+    given = {key: value for key, value in arguments.items() if value is not None}
+    if "image" in given and "image" not in parameters and not others:
+        raise ConfigError(f"{name} takes no image: it generates from the prompt alone.")
+    image = parameters.get("image")
+    if image is not None and "image" not in given and (image.default is image.empty or "ImageToVideo" in name):
+        raise ConfigError(f"{name} starts from an image: give one (--image FILE).")
+    if not makes_videos(pipe):
+        for key, what in (("num_frames", "number of frames"), ("fps", "rate")):
+            if key in given and not others:
+                raise ConfigError(f"{name} generates images, not videos: it takes no {what}.")
+        return
+    side, multiple = video_multiples(pipe)
+    frames = given.get("num_frames")
+    if frames is not None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
+        raise ConfigError(f"The number of frames must be a whole number of at least 1, not {frames!r}.")
+    if frames is not None and (frames - 1) % multiple:
+        nearest = round((frames - 1) / multiple) * multiple + 1
+        raise ConfigError(
+            f"The number of frames must be a multiple of {multiple} plus 1 for {name}, such as {nearest}, not {frames}."
+        )
+    for key in ("height", "width"):
+        value = given.get(key)
+        if value is not None and (not isinstance(value, int) or value < side or value % side):
+            nearest = max(1, round(value / side)) * side
+            raise ConfigError(f"{key} must be a multiple of {side} for {name}, such as {nearest}, not {value}.")
+
+
+def open_image(path: str | Path) -> Image.Image:
+    """An image file in RGB, upright; a ConfigError if there is none or it is no image."""
+    try:
+        with Image.open(Path(path).expanduser()) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        raise ConfigError(f"{path} is no image.") from None
+    except (OSError, Image.DecompressionBombError) as error:
+        raise ConfigError(f"Cannot read the image {path}: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def image_arguments(pipe: Any, path: str | Path) -> dict[str, Any]:
+    """The image as an argument of a call. A video gets its aspect ratio, in about the pipeline's default number of
+    pixels: diffusers would stretch the image to the default size.
+    """
+    image, defaults = open_image(path), defaults_of(pipe)
+    height, width = defaults.get("height"), defaults.get("width")
+    if not makes_videos(pipe) or not isinstance(height, int) or not isinstance(width, int):
+        return {"image": image}
+    side, scale = video_multiples(pipe)[0], (height * width / (image.width * image.height)) ** 0.5
+    sides = (max(1, round(length * scale / side)) * side for length in (image.height, image.width))
+    return {"image": image} | dict(zip(("height", "width"), sides, strict=True))
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

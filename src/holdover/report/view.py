@@ -6,20 +6,26 @@ import base64
 import io
 import math
 import statistics
+import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from ..compare import Results, Row
 from ..errors import HoldoverError
-from ..metrics import METRICS
+from ..metrics import METRICS, as_images
+from ..video import read_frames, write_video
 from .plots import BASELINES, Prediction, assign_colors, get_series, plot_prediction, plot_speed
 
-MAX_IMAGES = 8  # of a row that the page shows
+if TYPE_CHECKING:
+    import torch
+
+MAX_IMAGES, MAX_CLIPS = 8, 4  # of a row that the page shows
 MAX_ROWS = 8  # of cached candidates; with more, one of each series is shown and the others are folded
 _EMBEDDED, _UNCHANGED = 448, 160  # the largest side of an embedded image, and up to which side it is kept as it is
+_EMBEDDED_CLIP = 320  # the largest side of an embedded clip
 
 
 def write_report(
@@ -47,11 +53,14 @@ def build_page(results: Results, folder: Path, prediction: Prediction | None) ->
     metrics = [name for name in METRICS if any(name in row.values for row in results.rows)]
     measured = any(row.error is None for row in results.rows)
     rows = [_build_row(results, row, folder, metrics, colors, prediction) for row in (results.reference, *results.rows)]
+    noun, frames = results.noun, results.reference.frames
     return {
-        "title": f"{len(images)} image{'' if len(images) == 1 else 's'}, {results.settings['steps']} steps",
+        "title": f"{len(images)} {noun}{'' if len(images) == 1 else 's'}, {results.settings['steps']} steps",
+        "noun": noun,
+        "frames": frames,
         "lead": _describe_best(results),
         "run": results,
-        "prompts": [f"{prompt}, seed {seed}" for prompt, seed in images[:MAX_IMAGES]],
+        "prompts": [f"{prompt}, seed {seed}" for prompt, seed in images[: MAX_CLIPS if frames else MAX_IMAGES]],
         "count": len(images),
         "rows": rows,
         "groups": _group_rows(results, rows[1:]),
@@ -127,7 +136,7 @@ def _build_row(
     """One candidate in all sections; the facts of a plan with a budget include its expected PSNR."""
     failed, settings, facts = row.error is not None, row.candidate.get("settings", {}), []
     if not failed:
-        facts.append(f"{format_seconds(row.mean_seconds)} per image")
+        facts.append(f"{format_seconds(row.mean_seconds)} per {results.noun}")
         if row.kind != "reference":
             psnr = row.summary("psnr")
             words = f"{psnr.mean:.1f} dB, worst {psnr.worst:.1f}"
@@ -157,14 +166,17 @@ def _build_row(
 def _build_tiles(row: Row, results: Results, folder: Path) -> list[dict[str, str]]:
     """The images of a row with their differences, captions and descriptions."""
     tiles, prompts = [], [prompt for prompt in results.settings["prompts"] for _ in results.settings["seeds"]]
-    for index, prompt in enumerate(prompts[: min(MAX_IMAGES, len(row.images))]):
+    most = MAX_CLIPS if row.frames else MAX_IMAGES
+    for index, prompt in enumerate(prompts[: min(most, len(row.images))]):
         psnr = format_decibels(row.values["psnr"][index]) if "psnr" in row.values else ""
+        worst = f"worst frame {row.worst_frames[index] + 1}" if row.worst_frames and psnr != "equal" else ""
         tiles.append(
             {
                 "source": embed_image(folder / row.images[index]),
                 "difference": embed_image(folder / row.differences[index]) if row.differences else "",
                 "caption": " · ".join(filter(None, (format_seconds(row.seconds[index]), psnr))),
-                "alt": ", ".join(filter(None, (prompt, row.label, psnr))),
+                "worst": worst,
+                "alt": ", ".join(filter(None, (prompt, row.label, psnr, worst))),
             }
         )
     return tiles
@@ -194,16 +206,37 @@ def _build_cells(results: Results, row: Row, metrics: list[str]) -> list[tuple[s
 
 
 def embed_image(path: Path) -> str:
-    """An image as a data URI: small ones unchanged, large ones reduced to the size of a screen."""
+    """An image or clip as a data URI: small ones unchanged, large ones reduced to the size of a screen."""
+    if path.suffix == ".mp4":
+        return f"data:video/mp4;base64,{base64.b64encode(_read_clip(path)).decode('ascii')}"
     with Image.open(path) as image:
-        if max(image.size) <= _UNCHANGED:
-            kind, content = "png", path.read_bytes()
+        if max(image.size) <= _UNCHANGED or path.suffix == ".webp":
+            kind, content = path.suffix[1:], path.read_bytes()
         else:
             image.thumbnail((_EMBEDDED, _EMBEDDED), Image.Resampling.LANCZOS)
             buffer = io.BytesIO()
             image.save(buffer, "WEBP", quality=88, method=6)
             kind, content = "webp", buffer.getvalue()
     return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _read_clip(path: Path) -> bytes:
+    """The content of an MP4 file, or of a smaller one with the same frames."""
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        rate, side = float(stream.average_rate or 16), max(stream.width, stream.height)
+    if side <= _EMBEDDED_CLIP:
+        return path.read_bytes()
+
+    def reduce(frame: Image.Image) -> torch.Tensor:
+        frame.thumbnail((_EMBEDDED_CLIP, _EMBEDDED_CLIP), Image.Resampling.LANCZOS)
+        return as_images(frame)[0]
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_video(Path(folder) / "clip.mp4", map(reduce, read_frames(path)), rate)
+        return (Path(folder) / "clip.mp4").read_bytes()
 
 
 def format_trials(prediction: Prediction) -> list[tuple[str, str, str, str, str]]:

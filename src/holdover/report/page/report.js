@@ -6,6 +6,51 @@ for (const choice of document.querySelectorAll("input[name=show]"))
 for (const tile of document.querySelectorAll("button.tile"))
   tile.addEventListener("click", () => tile.setAttribute("aria-pressed", tile.getAttribute("aria-pressed") !== "true"));
 
+// Clips that are on the screen play in step, at one position that the slider shows and sets.
+const clips = [...document.querySelectorAll("video")], play = document.getElementById("play");
+if (play) {
+  const slider = document.getElementById("frame"), at = document.getElementById("at"), frames = Number(slider.max);
+  const shown = new Set();
+  let playing = false, position = 0;
+  const show = () => {
+    slider.value = Math.min(frames, 1 + Math.floor(position * frames));
+    at.textContent = `frame ${slider.value} of ${frames}`;
+  };
+  const seek = (clip) => { if (clip.duration) clip.currentTime = position * clip.duration; };
+  const start = (clip) => { seek(clip); clip.play().catch(() => {}); };
+  const set = (on) => {
+    playing = on;
+    play.textContent = on ? "Pause" : "Play";
+    for (const clip of shown) if (on) start(clip); else { clip.pause(); seek(clip); }
+  };
+  const follow = () => {
+    const [lead, ...others] = shown;
+    if (playing && lead && lead.duration) {
+      position = lead.currentTime / lead.duration;
+      for (const clip of others) {
+        const apart = Math.abs(clip.currentTime - lead.currentTime);
+        if (Math.min(apart, lead.duration - apart) > 0.12 && !clip.seeking) seek(clip);
+      }
+      show();
+    }
+    requestAnimationFrame(follow);
+  };
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) { shown.add(target); if (playing) start(target); else seek(target); }
+      else { shown.delete(target); target.pause(); }
+    }
+  });
+  for (const clip of clips) {
+    seen.observe(clip);
+    clip.addEventListener("loadedmetadata", () => seek(clip));
+  }
+  play.addEventListener("click", () => set(!playing));
+  slider.addEventListener("input", () => { position = (slider.value - 0.5) / frames; set(false); show(); });
+  set(!matchMedia("(prefers-reduced-motion: reduce)").matches);
+  requestAnimationFrame(follow);
+}
+
 // On a phone all rows scroll sideways together, so that a column stays one prompt.
 const rows = [...document.querySelectorAll(".tiles")];
 for (const row of rows)
