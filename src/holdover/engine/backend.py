@@ -180,14 +180,17 @@ def find_transformers(target: Any) -> dict[str, nn.Module]:
             if not any(module is other for other in found.values()):
                 found[name] = module
     if not found:
-        what_to_do = "Give a diffusers pipeline with a `transformer`, or the transformer itself."
+        nothing = f"{type(target).__name__} has no transformer to cache."
         if _get_attribute(target, "unet") is not None or (isinstance(components, Mapping) and "unet" in components):
-            what_to_do = "Its denoiser is a UNet, and only transformers are cached."
-        elif hasattr(target, "init_pipeline"):
-            what_to_do = "These are blocks: make a pipeline of them with init_pipeline() and load its components."
-        elif hasattr(target, "load_components"):
-            what_to_do = "Load its components first, with load_components()."
-        raise EnableError(f"{type(target).__name__} has no transformer to cache. {what_to_do}")
+            raise EnableError(f"{nothing} Its denoiser is a UNet, and only transformers are cached.")
+        if hasattr(target, "init_pipeline"):
+            raise EnableError(f"{nothing} These are blocks: make a pipeline of them with init_pipeline().")
+        if hasattr(target, "load_components"):
+            raise EnableError(f"{nothing} Load its components first, with load_components().")
+        raise EnableError(
+            f"{type(target).__name__} has no transformer to cache. Give a diffusers pipeline with a `transformer`, "
+            "or the transformer itself."
+        )
     if len(found) > 1:
         inner = {id(part) for module in found.values() for part in module.modules() if part is not module}
         found = {name: module for name, module in found.items() if id(module) not in inner}
