@@ -195,8 +195,8 @@ def _blur(images: torch.Tensor) -> torch.Tensor:
 
 
 def get_images(output: Any) -> Any:
-    """The images, videos or latents in what a pipeline returns: its `images` or `frames`, or the first of a tuple."""
-    for name in ("images", "frames"):
+    """The images, videos or latents in what a pipeline returns: in a field of that name, or the first of a tuple."""
+    for name in ("images", "frames", "videos"):
         if hasattr(output, name):
             return getattr(output, name)
     if isinstance(output, Mapping):  # another output of diffusers; its fields are in order

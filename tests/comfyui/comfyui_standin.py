@@ -1,4 +1,4 @@
-"""What ComfyUI does around a model, as small as possible: a patcher with wrappers, a guider, euler and heun."""
+"""What ComfyUI does around a model, as small as possible: a patcher with wrappers, a guider, and samplers."""
 
 from __future__ import annotations
 
@@ -160,7 +160,31 @@ def sample_unlisted(model: Any, x: Any, sigmas: Any, extra_args: Any = None, cal
     return x
 
 
-SAMPLERS = {"euler": sample_euler, "heun": sample_heun, "unlisted": sample_unlisted}
+def sample_euler_ancestral(
+    model: Any,
+    x: Any,
+    sigmas: Any,
+    extra_args: Any = None,
+    callback: Any = None,
+    disable: Any = None,
+    noise_sampler: Any = None,
+):
+    """Steps down to half the next noise level, and adds noise up to it."""
+    generator = torch.Generator().manual_seed(extra_args.get("seed") or 0)
+    for sigma, after in itertools.pairwise(sigmas):
+        slope = (x - model(x, sigma * x.new_ones(len(x)), **extra_args)) / sigma
+        x = x + slope * (after / 2 - sigma)
+        noise = torch.randn(x.shape, generator=generator) if noise_sampler is None else noise_sampler(sigma, after)
+        x = x + noise * after / 2
+    return x
+
+
+SAMPLERS = {
+    "euler": sample_euler,
+    "heun": sample_heun,
+    "euler_ancestral": sample_euler_ancestral,
+    "unlisted": sample_unlisted,
+}
 
 
 class StandIn:

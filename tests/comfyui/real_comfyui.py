@@ -7,6 +7,8 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +73,19 @@ def condition(seed: int) -> Any:
 
 class RealComfyUI:
     """The same functions for tests as those of the stand-in."""
+
+    @contextmanager
+    def low_vram(self) -> Iterator[None]:
+        """What a card without memory for the model does: no weight is loaded to the device before its forward."""
+        from comfy.model_management import LoadedModel, unload_all_models
+
+        plain = LoadedModel.model_load
+        LoadedModel.model_load = lambda self, memory, **options: plain(self, 0.1, **options)
+        try:
+            yield
+        finally:
+            LoadedModel.model_load = plain
+            unload_all_models()
 
     def model(self, seed: int = 0) -> Any:
         return tiny_flux(seed)

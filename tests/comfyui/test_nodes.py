@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_standin import StandIn
+from comfyui_standin import SAMPLERS, StandIn
 from real_comfyui import RealComfyUI, load
 
 from holdover.comfyui import NODE_CLASS_MAPPINGS, nodes
@@ -66,8 +66,8 @@ def profile(comfy: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("sampler", REAL_SAMPLERS)
 def test_bits_held_steps_and_removal(comfy: Any, sampler: str) -> None:
-    if isinstance(comfy, StandIn) and sampler not in ("euler", "heun"):
-        pytest.skip("the stand-in has euler and heun")
+    if isinstance(comfy, StandIn) and sampler not in SAMPLERS:
+        pytest.skip("the stand-in does not have it")
     model = comfy.model()
     plain = comfy.sample(model, sampler=sampler)
     for method, inputs in NOTHING_HELD.items():
@@ -102,6 +102,26 @@ def test_a_measured_plan_is_better_than_one_without_measurements(comfy: Any, pro
     comfy.sample(held)
     assert last(held).stats.held_total > 0
     assert torch.equal(comfy.sample(apply(model, "mag_cache", profile=profile, settings="mag_threshold=0")), plain)
+    noisy = comfy.sample(held, sampler="euler_ancestral")
+    assert torch.equal(noisy, comfy.sample(model, sampler="euler_ancestral"))
+    assert "the sampler euler_ancestral adds noise at each step, and mag_cache" in nodes.summarize(held)
+    comfy.sample(measured, sampler="euler_ancestral")
+    assert "which held steps do not know of" in nodes.summarize(measured)
+
+
+def test_low_vram(comfy: Any) -> None:
+    """Weights that stay on the host are cast for each forward; held steps cast none."""
+    if isinstance(comfy, StandIn):
+        pytest.skip("the stand-in has no memory management")
+    model = comfy.model()
+    plain = comfy.sample(model)
+    with comfy.low_vram():
+        assert torch.equal(comfy.sample(apply(comfy.model(), "none")), plain)
+        cached = apply(comfy.model(), "spectrum")
+        held = comfy.sample(cached)
+        assert cached.model.model_lowvram
+    assert last(cached).stats.held_total > 0
+    assert torch.equal(comfy.sample(apply(model, "spectrum")), held)
 
 
 @pytest.mark.parametrize("method", CACHED)

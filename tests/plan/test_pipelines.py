@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import diffusers.guiders as g
 import pytest
 import torch
 
 import holdover
 from holdover.plan.search import growing
 from snapshots import denoiser, differences
+from tiny.modular import build, call
+from tiny.modular import run as modular_run
 from tiny.pipelines import PIPELINES, run
+from tiny.pipelines_image import quiet
 
 NAMES = [
     "FluxPipeline",
@@ -83,3 +87,24 @@ def assert_kept(generation):
         begun.add(forward.transformer)
         expected |= {forward.step} if starts else set()
         assert forward.computed == (forward.step in expected) or forward.reason in LATE
+
+
+def test_guider():
+    """A plan has the mix of the guider's passes; another scale is planned for, another guider is refused."""
+    pipe = build("wan", g.ClassifierFreeGuidance(4.0))
+    own = {k: v for k, v in call("wan", STEPS).items() if k not in ("num_inference_steps", "generator")}
+    with quiet():
+        profile = holdover.calibrate(pipe, [own] * 2, STEPS, progress=False)
+        with pytest.raises(holdover.ConfigError, match="that of its guider"):
+            holdover.calibrate(pipe, [own], STEPS, guidance_scale=2.0, progress=False)
+    assert profile.facts.branches == ("pred_cond", "pred_uncond")
+    assert profile.facts.mix == pytest.approx((4.0, -3.0), abs=1e-2)
+    with holdover.enable(pipe, "plan", profile=profile, budget=3) as cache:
+        modular_run(pipe, "wan", STEPS)
+        assert [cache.stats().last.trace(branch).count("C") for branch in profile.facts.branches] == [3, 3]
+        pipe.guider = pipe.guider.new(guidance_scale=2.0)
+        modular_run(pipe, "wan", STEPS)
+        for guider in (g.AdaptiveProjectedGuidance(4.0), g.ClassifierFreeGuidance(4.0, start=0.25)):
+            pipe.guider = guider
+            with pytest.raises(holdover.ProfileError, match="was measured with ClassifierFreeGuidance"):
+                modular_run(pipe, "wan", STEPS)

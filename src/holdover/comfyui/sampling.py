@@ -59,12 +59,13 @@ class Evaluations:
     """The evaluations that a sampler makes, in order: their noise levels, and the response of the latents to them.
 
     `response` is (N+1, N): how much of each of the model's outputs is in the latent before each evaluation and at the
-    end.
+    end. `adds_noise`: the sampler adds new noise to the latent between them.
     """
 
     sampler: str
     sigmas: tuple[float, ...]
     response: Array
+    adds_noise: bool
 
     @classmethod
     def of(cls, guider: Any, sampler: Any, sigmas: torch.Tensor) -> Evaluations:
@@ -81,11 +82,12 @@ class Evaluations:
                 _, symbolic = _run_sampler(function, guider, sampler, sigmas, torch.eye(count + 1))
                 numbers = torch.randn(3, count + 1, generator=torch.Generator().manual_seed(0))
                 _, actual = _run_sampler(function, guider, sampler, sigmas, numbers.T.contiguous())
+                _, noisy = _run_sampler(function, guider, sampler, sigmas, numbers.T.contiguous(), 1.0)
         except Exception as error:  # code of any sampler: whatever it raises, the generation itself goes on
             raise ConfigError(f"the evaluations of the sampler {name} cannot be listed: {error}") from error
         if count == 0 or not torch.allclose(symbolic @ numbers.T.double(), actual, rtol=1e-3, atol=1e-3):
             raise ConfigError(f"the sampler {name} is not linear in the model's outputs")
-        return cls(name, tuple(levels), symbolic[:, 1:].numpy())
+        return cls(name, tuple(levels), symbolic[:, 1:].numpy(), not torch.equal(noisy, actual))
 
     def locate(self, sigma: float, last: int) -> int | None:
         """The next evaluation after `last` at this noise level; None if there is none."""
@@ -94,9 +96,17 @@ class Evaluations:
 
 
 def _run_sampler(
-    function: Callable[..., Any], guider: Any, sampler: Any, sigmas: torch.Tensor, basis: torch.Tensor | None
+    function: Callable[..., Any],
+    guider: Any,
+    sampler: Any,
+    sigmas: torch.Tensor,
+    basis: torch.Tensor | None,
+    added: float = 0.0,
 ) -> tuple[list[float], torch.Tensor]:
-    """The noise levels of all evaluations, and the latents if the initial one and the outputs are rows of `basis`."""
+    """The noise levels of all evaluations, and the latents if the initial one and the outputs are rows of `basis`.
+
+    `added` takes the place of the noise that the sampler adds, which is no part of the response.
+    """
     sampling = guider.inner_model.model_sampling
     rows = torch.zeros(_MOST_EVALUATIONS * len(sigmas) + 1, 1) if basis is None else basis
     vectors = rows.to(sigmas.device).reshape(len(rows), 1, -1, 1, 1)
@@ -116,8 +126,8 @@ def _run_sampler(
     model: Any = Model()
     model.sigmas, model.noise, model.latent_image = sigmas, vectors[0], torch.zeros_like(vectors[0])
     options = dict(getattr(sampler, "extra_options", {}))
-    if "noise_sampler" in inspect.signature(function).parameters:  # the noise that is added is no part of the response
-        options["noise_sampler"] = lambda sigma, sigma_next: torch.zeros_like(vectors[0])
+    if "noise_sampler" in inspect.signature(function).parameters:
+        options["noise_sampler"] = lambda sigma, sigma_next: torch.full_like(vectors[0], added)
     extra = {"model_options": {"transformer_options": {}}, "seed": 0, "denoise_mask": None}
     latents.append(function(model, vectors[0], sigmas, extra_args=extra, callback=None, disable=True, **options))
     return levels, torch.stack([latent.double().flatten() for latent in latents]).cpu()
@@ -202,6 +212,14 @@ class Sampling:
         except ConfigError as error:
             self.notes.append(f"nothing is held: {error}")
             return
+        if found.adds_noise and isinstance(config, MagCacheConfig):
+            self.notes.append(
+                f"nothing is held: the sampler {found.sampler} adds noise at each step, and mag_cache would take what "
+                "the noise adds to the model's input for a change of its output. Use easy_cache, spectrum or plan"
+            )
+            return
+        if found.adds_noise and isinstance(config, (PlanConfig, SpectrumConfig)):
+            self.notes.append(f"the sampler {found.sampler} adds noise at each step, which held steps do not know of")
         sampling = self.guider.inner_model.model_sampling
         start, end = (float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
         inside = [i for i, sigma in enumerate(found.sigmas) if end <= sigma <= start]

@@ -180,6 +180,13 @@ def find_transformers(target: Any) -> dict[str, nn.Module]:
             if not any(module is other for other in found.values()):
                 found[name] = module
     if not found:
+        nothing = f"{type(target).__name__} has no transformer to cache."
+        if _get_attribute(target, "unet") is not None or (isinstance(components, Mapping) and "unet" in components):
+            raise EnableError(f"{nothing} Its denoiser is a UNet, and only transformers are cached.")
+        if hasattr(target, "init_pipeline"):
+            raise EnableError(f"{nothing} These are blocks: make a pipeline of them with init_pipeline().")
+        if hasattr(target, "load_components"):
+            raise EnableError(f"{nothing} Load its components first, with load_components().")
         raise EnableError(
             f"{type(target).__name__} has no transformer to cache. Give a diffusers pipeline with a `transformer`, "
             "or the transformer itself."

@@ -322,8 +322,15 @@ class DecidePass(BlockPass):
 
     def call(self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.chosen is None and self._position == self._stack.head and self._read is not None:
-            with onloaded(block):
-                signal = self._read(block, bind_arguments(type(block), args, kwargs))
+            try:
+                with onloaded(block):
+                    signal = self._read(block, bind_arguments(type(block), args, kwargs))
+            except (AttributeError, KeyError) as error:
+                raise UnsupportedModelError(
+                    f"The signal of this method cannot be read at {blocks}.{index}, a {type(block).__name__}, with "
+                    "which the stack begins in this pass. Blocks before it return their streams in another order "
+                    "where a guider skips them: use a method that reads nothing there, such as mag_cache."
+                ) from error
             self._continue(signal)
         if self.chosen is not None:
             return self.chosen.call(blocks, index, block, args, kwargs)

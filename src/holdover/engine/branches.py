@@ -1,19 +1,22 @@
 """Which branch is this forward, and do its inputs still belong to the same prompt?
 
-The branch is the name in diffusers' `cache_context`, else the conditioning, else the CFG rank.
+The branch is the name in diffusers' `cache_context`, else the guider's name for the pass, else the conditioning, else
+the CFG rank.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..policies.base import Decision
+from .install import NO_HINT, CachedTransformer, ContextHint, Observed
 
 MAX_BRANCHES = 32  # that are remembered; a new one replaces the oldest
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
@@ -177,6 +180,114 @@ class BranchInputs:
         if other:
             return OTHER_INPUTS
         return OTHER_CONDITIONING if changed else None
+
+
+class ObservedGuider(Observed):
+    """A guider of diffusers, which says what each pass of a step is.
+
+    It splits a step's inputs into batches that bear the name of their pass, and prepares the model for each batch in
+    turn: some guiders skip layers or perturb their attention in one of the passes.
+    """
+
+    end_pass: Callable[[], None]  # ends the pass that an exception left: the model is what it was before
+
+    def make_methods(self, guider: Any) -> dict[str, Callable[..., Any]]:
+        prepared: Any = None  # the model, from the start of a pass to its end
+        names: Iterator[str | None] = iter(())  # of the passes of this step that were not prepared yet
+        base: Any = next(cls for cls in type(guider).__mro__ if "_identifier_key" in vars(cls))
+        changes_model = type(guider).prepare_models is not base.prepare_models
+        plain_prepare, plain_cleanup = guider.prepare_models, guider.cleanup_models
+
+        def observe_split(plain: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(plain)
+            def split(*args: Any, **kwargs: Any) -> Any:
+                nonlocal names
+                batches = plain(*args, **kwargs)
+                names = iter([getattr(batch, guider._identifier_key, None) for batch in batches])
+                return batches
+
+            return split
+
+        @functools.wraps(plain_prepare)
+        def prepare_models(denoiser: Any) -> Any:
+            nonlocal prepared
+            prepared, result = denoiser, plain_prepare(denoiser)
+            name = next(names, None)
+            self._announce(denoiser, NO_HINT if name is None else ContextHint(name, variant=name * changes_model))
+            return result
+
+        @functools.wraps(plain_cleanup)
+        def cleanup_models(denoiser: Any) -> Any:
+            nonlocal prepared
+            prepared = None
+            self._announce(denoiser, NO_HINT)
+            return plain_cleanup(denoiser)
+
+        def end_pass() -> None:
+            if prepared is not None:
+                cleanup_models(prepared)
+
+        self.end_pass = end_pass
+
+        splits = ("prepare_inputs", "prepare_inputs_from_block_state")
+        methods = {name: observe_split(getattr(guider, name)) for name in splits}
+        return {**methods, "prepare_models": prepare_models, "cleanup_models": cleanup_models}
+
+    def _announce(self, denoiser: Any, hint: ContextHint) -> None:
+        for guiders in self.living():
+            guiders.announce(denoiser, hint)
+
+
+def find_guiders(pipeline: Any) -> dict[str, Any]:
+    """The guiders that a pipeline has at the moment, by component name; None where one is expected and missing."""
+    names = getattr(pipeline, "_component_specs", None) or getattr(pipeline, "config", None) or ()
+    parts = {name: getattr(pipeline, name, None) for name in names if name.startswith("guider")}
+    return {name: part if hasattr(part, "_identifier_key") else None for name, part in parts.items()}
+
+
+class PipelineGuiders:
+    """The guiders that a pipeline has at the moment: they name the branches of its transformers."""
+
+    def __init__(self, pipeline: Any, transformers: Sequence[CachedTransformer]) -> None:
+        self._pipeline = pipeline
+        self._transformers = transformers
+        self._has_guiders = bool(find_guiders(pipeline))
+        self._observed: list[tuple[Any, ObservedGuider]] = []
+
+    def watch(self) -> None:
+        """Follow the guiders that the pipeline has now, and no others."""
+        if self._has_guiders:
+            self._keep([guider for guider in find_guiders(self._pipeline).values() if guider is not None])
+
+    def unwatch(self) -> None:
+        """Leave the guiders as they were."""
+        self._keep([])
+
+    def _keep(self, guiders: Sequence[Any]) -> None:
+        known, self._observed = self._observed, []
+        for guider, observed in known:
+            if any(guider is other for other in guiders):
+                self._observed.append((guider, observed))
+            else:
+                observed.leave(self)
+        for guider in guiders:
+            if all(guider is not other for other, _ in self._observed):
+                self._observed.append((guider, ObservedGuider.observe(guider, self)))
+
+    def start(self) -> None:
+        """A generation starts: the pass in which an exception ended the last one is over."""
+        for _, observed in self._observed:
+            observed.end_pass()
+        self.watch()
+        for transformer in self._transformers:
+            if transformer.context.hint.variant is not None:
+                transformer.context.hint = NO_HINT
+
+    def announce(self, denoiser: Any, hint: ContextHint) -> None:
+        """The next forward of a transformer is this pass of a guider."""
+        for transformer in self._transformers:
+            if denoiser is transformer.module:
+                transformer.context.hint = hint
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from ..grid import Grid
-from .install import ContextHint, Overrides
+from .install import ContextHint, Observed
 
 _ROUNDING = 0.01  # a timestep cast to bfloat16 is off by up to 0.4 %
 
@@ -32,57 +31,33 @@ class SchedulerStep:
     result: Any
 
 
-class ObservedScheduler:
-    """A scheduler whose `set_timesteps` and `step` are observed by the clocks of one or more caches.
+class ObservedScheduler(Observed):
+    """A scheduler whose `set_timesteps` and `step` are observed by clocks. Pipelines may share it."""
 
-    Pipelines may share a scheduler. It keeps no clock alive, and with it no transformer.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self._clocks: list[weakref.ref[SchedulerClock]] = []
-        self._overrides = Overrides()
+    def make_methods(self, scheduler: Any) -> dict[str, Callable[..., Any]]:
         plain_set_timesteps: Any = scheduler.set_timesteps
 
         @functools.wraps(plain_set_timesteps)
         def set_timesteps(*args: Any, **kwargs: Any) -> Any:
             result = plain_set_timesteps(*args, **kwargs)
-            for clock in self._living_clocks():
+            for clock in self.living():
                 clock.start()
             return result
 
-        methods: dict[str, Callable[..., Any]] = {"set_timesteps": set_timesteps}
-        if hasattr(scheduler, "step"):
-            plain_step: Any = scheduler.step
-            names = list(inspect.signature(plain_step).parameters)
+        if not hasattr(scheduler, "step"):
+            return {"set_timesteps": set_timesteps}
+        plain_step: Any = scheduler.step
+        names = list(inspect.signature(plain_step).parameters)
 
-            @functools.wraps(plain_step)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                result = plain_step(*args, **kwargs)
-                for clock in self._living_clocks():
-                    if clock.running:
-                        clock.advance(dict(zip(names, args, strict=False)) | kwargs, result)
-                return result
+        @functools.wraps(plain_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = plain_step(*args, **kwargs)
+            for clock in self.living():
+                if clock.running:
+                    clock.advance(dict(zip(names, args, strict=False)) | kwargs, result)
+            return result
 
-            methods["step"] = step
-        set_timesteps.__dict__["observed_scheduler"] = self
-        for name, method in methods.items():
-            self._overrides.set(scheduler, name, method)
-
-    @classmethod
-    def observe(cls, scheduler: Any, clock: SchedulerClock) -> ObservedScheduler:
-        """Let a clock observe a scheduler, together with those that do already."""
-        observed = getattr(vars(scheduler).get("set_timesteps"), "observed_scheduler", None) or cls(scheduler)
-        observed._clocks.append(weakref.ref(clock))
-        return observed
-
-    def leave(self, clock: SchedulerClock) -> None:
-        """End the observation by a clock; the last one restores the scheduler."""
-        self._clocks = [reference for reference in self._clocks if reference() not in (None, clock)]
-        if not self._clocks:
-            self._overrides.restore()
-
-    def _living_clocks(self) -> list[SchedulerClock]:
-        return [clock for reference in self._clocks if (clock := reference()) is not None]
+        return {"set_timesteps": set_timesteps, "step": step}
 
 
 class SchedulerClock:

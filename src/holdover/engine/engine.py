@@ -22,7 +22,7 @@ from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wr
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
-from .branches import OTHER_CONDITIONING, Branches
+from .branches import OTHER_CONDITIONING, Branches, PipelineGuiders
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
 from .install import CachedTransformer, ContextHint, Overrides, refuse_other_caches
 from .method import Method, Runner
@@ -45,6 +45,7 @@ class Engine:
         self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
         self._overrides = Overrides()
         self._clock = SchedulerClock(pipeline, self._start_scheduled, self._on_scheduler_step, self._finish)
+        self._guiders = PipelineGuiders(pipeline, self.transformers)
         self._timestep_clock = TimestepClock(self._start, any(t.family.time_runs_up for t in self.transformers))
         self._ledger = Ledger(method.name)
         self._ranks: Ranks | None = None
@@ -66,6 +67,7 @@ class Engine:
             for transformer in self.transformers:
                 transformer.install(self._overrides, self)
             self._clock.watch()
+            self._guiders.watch()
         except BaseException:
             self.uninstall()
             raise
@@ -76,6 +78,7 @@ class Engine:
             self._overrides.restore()
         finally:
             self._clock.unwatch()
+            self._guiders.unwatch()
             self._finish()
 
     def refresh(self, num_inference_steps: int | None) -> None:
@@ -168,8 +171,9 @@ class Engine:
                 runner = self._runners.get((transformer, type(method)))
                 if runner is None:
                     runner = self._runners[transformer, type(method)] = method.make_runner(transformer)
+                structure = (signature[0], hint.variant) if hint.variant else signature[0]
                 call = ForwardCall(
-                    generation, transformer, branch, step, state, plain, args, kwargs, signature[0], timestep, change
+                    generation, transformer, branch, step, state, plain, args, kwargs, structure, timestep, change
                 )
                 if state.policy.needs_signal and (signal := method.signal(transformer)) is not None:
                     call.prepare_signal(signal)
@@ -214,6 +218,7 @@ class Engine:
         """The step and branch of a forward; starts a generation where the step shows that one has started."""
         if self.pipeline is not None:
             self._clock.watch()
+            self._guiders.watch()
         hint, label = transformer.context.hint, transformer.context.hint.name
         conditioning: tuple[torch.Tensor, ...] = ()
         host_values = None
@@ -286,6 +291,7 @@ class Engine:
     def _start_scheduled(self) -> None:
         """The scheduler starts a generation."""
         self.check_transformers()
+        self._guiders.start()
         self._start()
 
     def check_transformers(self) -> None:

@@ -21,7 +21,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -45,18 +45,23 @@ _NO_SPLITS = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class ContextHint:
-    """What diffusers' `cache_context` says about the forwards inside it."""
+    """What diffusers' `cache_context`, or the guider of a pipeline, says about the forwards inside it.
+
+    `variant` is set by guiders: the name of the pass if the guider changes the model for some, by skipping layers or
+    perturbing their attention, else "".
+    """
 
     name: str | None = None
     step_index: int | None = None
     num_inference_steps: int | None = None
+    variant: str | None = None
 
 
 NO_HINT = ContextHint()
 
 
 class ThreadContext(threading.local):
-    """What belongs to the thread that calls a transformer: the `cache_context` it is in."""
+    """What belongs to the thread that calls a transformer: the `cache_context` or guider's pass it is in."""
 
     hint = NO_HINT
 
@@ -133,6 +138,39 @@ class Overrides:
                 f"`{name}` of this {type(owner).__name__} was replaced after the cache was enabled: "
                 "undo that first, then disable() again."
             )
+
+
+class Observed:
+    """An object, such as a scheduler, whose methods one or more caches observe. It keeps none of them alive."""
+
+    def __init__(self, target: Any) -> None:
+        self._observers: list[weakref.ref[Any]] = []
+        self._overrides = Overrides()
+        for name, method in self.make_methods(target).items():
+            method.__dict__["observed"] = self
+            self._overrides.set(target, name, method)
+
+    def make_methods(self, target: Any) -> dict[str, Callable[..., Any]]:
+        """The methods that replace those of the observed object, by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def observe(cls, target: Any, observer: Any) -> Self:
+        """Let a cache observe an object, together with those that do already."""
+        known = (getattr(method, "observed", None) for method in vars(target).values())
+        observed = next((each for each in known if isinstance(each, cls)), None) or cls(target)
+        observed._observers.append(weakref.ref(observer))
+        return observed
+
+    def leave(self, observer: Any) -> None:
+        """End the observation by one cache; the last one restores the object."""
+        self._observers = [reference for reference in self._observers if reference() not in (None, observer)]
+        if not self._observers:
+            self._overrides.restore()
+
+    def living(self) -> list[Any]:
+        """The observers that are still there."""
+        return [observer for reference in self._observers if (observer := reference()) is not None]
 
 
 def find_engine(module: nn.Module) -> Engine | None:
@@ -247,7 +285,8 @@ class CachedTransformer:
         @contextlib.contextmanager
         def cache_context(name: str, **where: Any) -> Iterator[None]:
             outer = self.context.hint
-            self.context.hint = ContextHint(name, where.get("step_index"), where.get("num_inference_steps"))
+            step, steps = where.get("step_index"), where.get("num_inference_steps")
+            self.context.hint = ContextHint(name, step, steps, outer.variant)
             try:
                 with plain(name, **where) if plain is not None else contextlib.nullcontext():
                     yield

@@ -42,7 +42,8 @@ class Caller:
     def like(cls, profile: Profile, pipe: Any, settings: Mapping[str, Any]) -> Caller:
         """Calls with the steps, guidance and settings that a profile was measured with; `settings` override them."""
         facts = profile.facts
-        return cls(pipe, len(facts.noise), facts.guidance, {**dict(facts.call), **settings})
+        guidance = None if facts.guider else facts.guidance
+        return cls(pipe, len(facts.noise), guidance, {**dict(facts.call), **settings})
 
     def __call__(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> torch.Tensor | None:
         """Generate one image for each prompt, in one batch; float images, or None if the output is not an image."""

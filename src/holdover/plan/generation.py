@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..engine.branches import find_guiders
 from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..errors import HoldoverWarning, ProfileError, did_you_mean
@@ -132,6 +133,7 @@ class GenerationSpec:
     scheduler: str = ""
     guidance: float | None = None
     adapters: tuple[str, ...] = ()
+    guider: str = ""
 
     @property
     def length(self) -> int:
@@ -157,7 +159,7 @@ def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer]
     whole = grid.between(grid.first, grid.count - 1)
     noise = np.array(grid.noise) if grid.noise else np.linspace(1.0, 1.0 / grid.count, grid.count)
     response = None if scheduler is None else scheduler_response(scheduler, whole)
-    guidance: Any = getattr(pipeline, "guidance_scale", None)
+    guidance, guider = guidance_of(pipeline)
     ranges = sorted({(g.first, g.last) for g in (u.family.range_of(pipeline, u.module, whole) for u in transformers)})
     if not ranges or any(a[1] >= b[0] for a, b in pairwise(ranges)):  # transformers that run at the same steps
         ranges = [(whole.first, whole.last)]
@@ -166,15 +168,30 @@ def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer]
         tuple(ranges),
         euler_response(noise, whole.first) if response is None else response,
         "" if scheduler is None else type(scheduler).__name__,
-        float(guidance) if isinstance(guidance, (int, float)) else None,
+        guidance,
         tuple(adapter for transformer in transformers for adapter in adapters(transformer.core)),
+        guider,
     )
+
+
+def guidance_of(pipeline: Any) -> tuple[float | None, str]:
+    """The guidance scale of a pipeline or of its guider, and the guider with all its other settings."""
+    guiders = [guider for guider in find_guiders(pipeline).values() if guider is not None]
+    scale: Any = getattr(guiders[0] if guiders else pipeline, "guidance_scale", None)
+    names = []
+    for guider in guiders:
+        same_scale = getattr(guider, "guidance_scale", None) == scale
+        settings = {
+            k: v for k, v in guider.config.items() if k[0] != "_" and not (same_scale and k == "guidance_scale")
+        }
+        names.append(f"{type(guider).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})")
+    return float(scale) if isinstance(scale, (int, float)) else None, ", ".join(dict.fromkeys(names))
 
 
 def generation_key(pipeline: Any, transformers: Sequence[CachedTransformer], grid: Grid) -> tuple[Any, ...]:
     """A key that is equal for generations with the same spec, found without running the scheduler."""
     scheduler = getattr(pipeline, "scheduler", None)
-    config, guidance = str(getattr(scheduler, "config", None)), getattr(pipeline, "guidance_scale", None)
+    config, guidance = str(getattr(scheduler, "config", None)), guidance_of(pipeline)
     attached = tuple(adapter for transformer in transformers for adapter in adapters(transformer.core))
     return grid.count, grid.noise, grid.first, type(scheduler), config, str(guidance), attached
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..engine.branches import find_guiders
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
@@ -99,6 +100,11 @@ def calibrate(
         raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
+    if guidance_scale is not None and any(find_guiders(pipe).values()):
+        raise ConfigError(
+            f"The guidance scale of this {type(pipe).__name__} is that of its guider: set it there, with "
+            "pipe.update_components(guider=pipe.guider.new(guidance_scale=...))."
+        )
     caller, batches = Caller(pipe, num_inference_steps, guidance_scale, call), make_batches(chosen, batch_size, seed)
     bar = tqdm(total=2 * len(batches), disable=not progress, desc="calibrating", unit="run")
     with bar, installed_engine(pipe, NoneMethod(NoneConfig())) as engine:
@@ -214,6 +220,12 @@ class _CalibrationSession:
             images, spec = self._run_uncached(reference, batch)
             bar.update()
             mix = find_mix(reference.branches, reference.outputs, reference.latents)
+            if spec.guider and len(reference.branches) > 1 and not mix.branches and not self._mixes:
+                logger.warning(
+                    "%s does not mix its passes with the same shares at every step: plans have one set of weights for "
+                    "all passes, and the quality they predict is less certain. Check it with holdover.tune.",
+                    spec.guider,
+                )
             for name, grams in reference.residual_grams().items():
                 self._residual_grams.setdefault(name, []).append(grams)
             measurements = mix.measurements(spec.noise).merged
@@ -295,7 +307,7 @@ class _CalibrationSession:
             prompts_hash=hash_prompts(prompts),
             date=date.today().isoformat(),
             versions=tuple((library, _version(library)) for library in _LIBRARIES),
-            guidance=spec.guidance if caller.guidance is None else float(caller.guidance),
+            guidance=spec.guidance if caller.guidance is None or spec.guider else float(caller.guidance),
             branches=mix.branches,
             mix=mix.mix,
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
@@ -306,6 +318,7 @@ class _CalibrationSession:
             surprise=(median(guard_ratios), max(guard_ratios)) if guard_ratios else (),
             tea_cache=tuple(tea_cache),
             mag_cache=tuple((name, ratios) for name, ratios in mag_cache.items() if ratios is not None),
+            guider=spec.guider,
         )
         residual_grams = {name: np.concatenate(grams) for name, grams in self._residual_grams.items()}
         return Profile(facts, mix.grams, np.concatenate(self._growth), residual_grams)

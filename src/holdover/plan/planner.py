@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ProfileError
 from ..profiles import Certificate, MeasuredPlan, PlannerOptions, Profile
 from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
 from .error_model import DEFAULT_OPTIONS, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
@@ -81,6 +81,12 @@ def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
     if profile is None:
         return PlanProblem(spec, None)
     facts = profile.facts
+    if facts.guider != spec.guider:
+        raise ProfileError(
+            f"The profile {facts.name!r} was measured with {facts.guider or 'no guider'}, and the pipeline has "
+            f"{spec.guider or 'none'}: the passes are mixed in another way. Measure a profile with this guider, or "
+            'plan without one: profile="none".'
+        )
     mix = mix_for_guidance(facts.mix, facts.guidance, spec.guidance)
     measurements = Measurements(np.array(facts.noise), profile.grams, profile.growth, mix).at(spec.noise)
     # A custom loop may run both branches although the guidance scale needs one only: use the mix as measured.
@@ -93,7 +99,8 @@ def search_profile(profile: Profile) -> ScheduleSearch:
     """The schedule search on the grid that a profile was measured on, with Euler steps: it needs no pipeline."""
     noise, starts = np.array(profile.facts.noise), profile.facts.starts
     ranges = tuple((first, after - 1) for first, after in pairwise((*starts, len(noise))))
-    search = plan_problem(GenerationSpec(noise, ranges, euler_response(noise)), profile).search
+    spec = GenerationSpec(noise, ranges, euler_response(noise), guider=profile.facts.guider)
+    search = plan_problem(spec, profile).search
     assert search is not None
     return search
 

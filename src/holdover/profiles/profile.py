@@ -263,7 +263,7 @@ class ProfileFacts:
 
     `starts` has the first step of each expert; most models have one expert. The scheduler gets `scale[i]` times the
     output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself. `options` are those
-    that trials on the model chose, else the defaults.
+    that trials on the model chose, else the defaults. `guider` has the pipeline's guider with its settings, if any.
     """
 
     name: str
@@ -290,6 +290,7 @@ class ProfileFacts:
     certificates: tuple[Certificate, ...] = ()
     effort: str = "quick"
     options: PlannerOptions = PlannerOptions()
+    guider: str = ""
 
 
 @dataclass(frozen=True, eq=False)
