@@ -52,11 +52,11 @@ def markdown(path: Path) -> str:
 
 
 def in_short(path: Path, model: str = "flux") -> str:
-    """The chief rows of one model: seconds, and how many times faster than the uncached eager run."""
+    """The chief rows of one model in its own precision: seconds, and how many times faster than the uncached eager run."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
-    rows = [row for row in figures["rows"] if row["section"] == "table" and row["model"] == model]
+    rows = [r for r in figures["rows"] if (r["section"], r["model"]) == ("table", model) and r["mode"] != "float8"]
     by_name: dict[str, dict[str, Row]] = {}
     for row in sorted((row for row in rows if row["label"] != "identical" and HELD_IN not in row["label"]), key=_rank):
         by_name.setdefault(f"{row['by']} {row['label']}".strip(), {})[row["mode"]] = row
