@@ -52,7 +52,7 @@ def markdown(path: Path) -> str:
 
 
 def in_short(path: Path, model: str = "flux") -> str:
-    """The chief rows of one model in its own precision: seconds, and how many times faster than the uncached eager run."""
+    """The chief rows of one model, not quantized: seconds, and how many times faster than the uncached eager run."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
