@@ -90,6 +90,8 @@ def pages() -> dict[Path, str]:
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
         ),
+        docs / "fastest.md": with_parts(docs / "fastest.md", calls=speed("whole_calls")),
+        docs / "quantized.md": with_parts(docs / "quantized.md", combinations=combinations()),
         docs / "performance.md": with_parts(
             docs / "performance.md",
             speed=speed(),
@@ -171,6 +173,40 @@ def scale(part: str) -> str:
     """One generated part of docs/scale.md, from the results of several benchmarks."""
     text: str = getattr(_benchmark("scale"), part)()
     return text
+
+
+def combinations() -> str:
+    """Which quantized and offloaded weights were run with caches, on each device, and why others were not."""
+    parts = []
+    for found in figures_of("combinations").values():
+        rows = found["rows"]
+        weights, places = (list(dict.fromkeys(row[name] for row in rows)) for name in ("weights", "placement"))
+        of_place = {place: [_combined(rows, each, place) for each in weights] for place in places}
+        shown = {place: cells for place, cells in of_place.items() if any(cell != "none" for cell in cells)}
+        lines = [[each, *(cells[i] for cells in shown.values())] for i, each in enumerate(weights)]
+        versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+        where = f"{found['card'] or found['cpu']}, {versions}, {found['date'][:10]}."
+        parts += [f"**{found['card'] or 'CPU'}**", table(("weights", *shown), lines), where]
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if "methods" not in row and row["placement"] in shown:
+                words = row.get("not_here") or row["refused"]
+                reasons.setdefault(words, []).append(", ".join(row[key] for key in ("weights", "placement", "mode")))
+        parts.append("\n".join(f"- {_some(names)}: {words}" for words, names in reasons.items()))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _combined(rows: Iterable[dict[str, Any]], weights: str, place: str) -> str:
+    """The cell of one combination."""
+    modes = {row["mode"]: row for row in rows if (row["weights"], row["placement"]) == (weights, place)}
+    run = {mode: row["methods"] for mode, row in modes.items() if "methods" in row}
+    faults = [f"{mode}, {name}: {said}" for mode, of in run.items() for name, said in of.items() if said != "ok"]
+    return "; ".join(faults) or ("both" if len(run) > 1 else "eager" if "eager" in run else "none")
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of many names."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @cache

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.speed.box import measure_on_cpu
+from benchmarks.speed.call import measure_calls
 from benchmarks.speed.loop import Pipeline, parse_clocks
 from benchmarks.speed.measure import OutOfTimeError, Results, check_identity, compare_to_ideal, measure_row
 from benchmarks.speed.methods import UNCACHED, Candidate, candidates
 from benchmarks.speed.models import MODELS
 from benchmarks.speed.run import TINY, Options, Table, build
-from benchmarks.speed.table import NONE_ON_PROCESSOR, NONE_YET, markdown, processor
+from benchmarks.speed.table import NONE_ON_PROCESSOR, NONE_YET, markdown, processor, whole_calls
 
 STEPS = 6
 FLUX = {(row.by, row.label): row for row in candidates(MODELS["flux"].ratios)}
@@ -106,3 +107,26 @@ def test_what_the_card_says_of_its_clock() -> None:
     }
     assert parse_clocks("1590, 1980, [N/A], [N/A]\n") is None
     assert parse_clocks("") is None
+
+
+def test_a_whole_call_is_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.speed.call.MODES", ("eager", "compiled"))
+    monkeypatch.setattr("benchmarks.speed.call.BUDGETS", (10,))
+    measure_calls(Options(tiny=True), Results(tmp_path / "speed.json", 300))
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert [row["computed"] for row in rows] == [6, 6, 2, 2]
+    assert all(sum(row["parts"].values()) == pytest.approx(row["wall_s"], rel=1e-4) for row in rows)
+    text = whole_calls(tmp_path / "speed.json")
+    assert text.count("| compiled blocks | plan, K = 10 of 50, prompt ") == 2
+    assert whole_calls(tmp_path / "none.json") == NONE_YET
+
+
+def test_float8_rows_are_measured_next_to_the_uncached_eager_run(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    Table("flux", Options(tiny=True), Results(tmp_path / "speed.json", 300), ("float8",)).run()
+    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert [row["label"] for row in rows if row["mode"] == "eager"] == ["no cache"]
+    measured = {row["label"]: row for row in rows if row["mode"] == "float8"}
+    assert set(measured["identical"]["identical"].values()) == {True}
+    assert set(measured["plan, K = 6 of 50"]["speedup"]) == {"eager", "float8"}
+    assert "6 steps, float8, compiled blocks; bit for bit" in markdown(tmp_path / "speed.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import RESULTS, ROOT
 
-SECTIONS = ("flux", "qwen", "wan", "flux2", "klein", "growth", "box")
+SECTIONS = ("flux", "qwen", "wan", "flux2", "klein", "growth", "box", "float8", "call")
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, out: Path) -> int:
     """Run the given sections; returns 3 if the budget ends first."""
-    from . import box, run
+    from . import box, call, run
     from .measure import OutOfTimeError, Results
 
     if options.cpu:
@@ -63,10 +63,15 @@ def measure(options: argparse.Namespace, out: Path) -> int:
         for section in options.only.split(","):
             if section == "growth":
                 run.measure_growth(run.Options(options.tiny), results)
+            elif section == "call":
+                call.measure_calls(run.Options(options.tiny), results)
+            elif section == "float8":
+                run.Table("flux", run.Options(options.tiny), results, ("float8",)).run()
             elif section == "box":
                 box.measure_on_card(results, options.tiny)
             else:
-                run.Table(section, run.Options(options.tiny, options.whole), results).run()
+                modes = ("eager", "compiled", "whole") if options.whole else ("eager", "compiled")
+                run.Table(section, run.Options(options.tiny), results, modes).run()
     except OutOfTimeError:
         print(f"The budget is spent; run the same command again to continue. {out}")
         return 3

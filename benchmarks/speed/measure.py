@@ -220,5 +220,5 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cpu": cpu_model(),
         "python": platform.python_version(),
-        "versions": versions("torch", "triton", "diffusers", "cache-dit"),
+        "versions": versions("torch", "triton", "diffusers", "cache-dit", "torchao"),
     }

@@ -85,6 +85,9 @@ def share(count: int) -> Callable[[int], int]:
     return lambda steps: max(2, round(steps * count / 50))
 
 
+SHORTEST_PLAN = Candidate("plan, K = 6 of 50", "holdover", planned(share(6)), "scheduler")
+
+
 def diffusers_cache(
     make: Callable[[int], Any], before: Callable[[Pipeline], Callable[[int], None]] | None = None
 ) -> Enable:

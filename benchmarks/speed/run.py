@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from .loop import Pipeline, floors
 from .measure import Results, check_identity, compare_to_ideal, first_line, measure_row
-from .methods import UNCACHED, Candidate, candidates
+from .methods import SHORTEST_PLAN, UNCACHED, Candidate, candidates
 from .models import MODELS, Model, Shape
 from .table import RESIDUAL
 
 CHIEF = (RESIDUAL, "plan, K = 10 of 50")  # compiling the whole model again takes a minute for each
+FLOAT8 = ("plan, K = 10 of 50", "plan, K = 8 of 50", "plan, K = 6 of 50", RESIDUAL)
 COMPILE_S = 100.0  # must be left in the budget before blocks are compiled; otherwise the mode is left to the next run
 TINY = Shape(64, 64, text=6)
 
@@ -25,7 +27,6 @@ class Options:
     """Options of a run."""
 
     tiny: bool = False
-    whole: bool = False
 
     @property
     def device(self) -> str:
@@ -40,10 +41,12 @@ class Options:
 
 
 class Table:
-    """The rows of one model: eager, with compiled blocks, and compiled whole."""
+    """The rows of one model in some modes: eager, with compiled blocks, compiled whole, in float8."""
 
-    def __init__(self, name: str, options: Options, results: Results) -> None:
-        self._name, self._options, self._results = name, options, results
+    def __init__(
+        self, name: str, options: Options, results: Results, modes: Sequence[str] = ("eager", "compiled")
+    ) -> None:
+        self._name, self._options, self._results, self._modes = name, options, results, modes
         self._model = MODELS[name]
         self._shape = options.shape(self._model)
         self._rows = candidates(self._model.ratios)
@@ -52,8 +55,7 @@ class Table:
 
     def run(self) -> None:
         """Measure the missing rows."""
-        modes = ["eager", "compiled", *(["whole"] if self._options.whole else [])]
-        lacking = [mode for mode in modes if self._results.lacking(self._identities(mode))]
+        lacking = [mode for mode in self._modes if self._results.lacking(self._identities(mode))]
         if not lacking:
             return
         pipe = None
@@ -63,7 +65,8 @@ class Table:
             pipe = build(self._name, self._options, self._shape)
             compile_model(pipe, mode, self._options)
             self._baseline(pipe, mode)
-            self._mode(pipe, mode)
+            if mode in lacking:
+                self._mode(pipe, mode)
         discard(pipe)
 
     def _identities(self, mode: str) -> Iterator[dict[str, Any]]:
@@ -73,7 +76,10 @@ class Table:
             yield self._identity(mode, Candidate("identical", "", UNCACHED.enable))
 
     def _rows_in(self, mode: str) -> list[Candidate]:
-        """All rows; only the chief ones for a model compiled as a whole."""
+        """All rows; only the chief ones for a model compiled as a whole, and plans down to 6 of 50 in float8."""
+        if mode == "float8":
+            rows = {row.label: row for row in (*self._rows, SHORTEST_PLAN)}
+            return [rows[label] for label in FLOAT8]
         return [row for row in self._rows if mode != "whole" or row.label in CHIEF]
 
     def _identity(self, mode: str, row: Candidate) -> dict[str, Any]:
@@ -141,21 +147,45 @@ def describe_row(section: str, model: str, shape: Shape, steps: int) -> dict[str
 
 def build(name: str, options: Options, shape: Shape) -> Pipeline:
     """A pipeline of that model, after the memory of the last one is freed."""
-    torch._dynamo.reset()
-    gc.collect()
-    if not options.tiny:
-        torch.cuda.empty_cache()
+    empty_memory(options)
     transformer = MODELS[name].build(options.device, options.tiny)
     return Pipeline(transformer, MODELS[name].inputs_for(transformer, shape))
 
 
-def compile_model(pipe: Pipeline, mode: str, options: Options) -> None:
-    """Compile the blocks, or the transformer as a whole, or nothing; a tiny run only traces."""
+def empty_memory(options: Options) -> None:
+    """Free what compiled code and dropped models take on the device."""
+    torch._dynamo.reset()
+    gc.collect()
+    if not options.tiny:
+        torch.cuda.empty_cache()
+
+
+def compile_model(pipe: Any, mode: str, options: Options) -> None:
+    """Compile the blocks (in float8 after quantizing them), the whole, or nothing; a tiny run only traces."""
     how: dict[str, Any] = {"backend": "eager"} if options.tiny else {}
-    if mode == "compiled":
+    if mode == "float8":
+        quantize_blocks(pipe.transformer, options)
+    if mode in ("compiled", "float8"):
         pipe.transformer.compile_repeated_blocks(fullgraph=True, **how)
     elif mode == "whole":
         pipe.transformer = torch.compile(pipe.transformer, **how)
+
+
+def quantize_blocks(transformer: nn.Module, options: Options) -> None:
+    """Float8 weights, and inputs quantized per row, in the blocks' linear layers but those of one row (modulation).
+
+    Processors do not multiply in float8 with torchao: a tiny run quantizes to int8.
+    """
+    from torchao import quantization as ao
+
+    config = (
+        ao.Int8DynamicActivationInt8WeightConfig()
+        if options.tiny
+        else ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+    )
+    for blocks in transformer.children():
+        if isinstance(blocks, nn.ModuleList):
+            ao.quantize_(blocks, config, lambda module, name: isinstance(module, nn.Linear) and "norm" not in name)
 
 
 def discard(pipe: Pipeline | None) -> None:

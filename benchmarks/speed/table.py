@@ -21,12 +21,19 @@ HEAD = (
     "held",
     "memory",
 )
-MODES = {"eager": "eager", "compiled": "compiled blocks", "whole": "compiled as a whole"}
+MODES = {
+    "eager": "eager",
+    "compiled": "compiled blocks",
+    "whole": "compiled as a whole",
+    "float8": "float8, compiled blocks",
+}
 BOX_MODES = ("eager", "compiled", "reduce-overhead")
 NONE_YET = "Nothing is measured yet: `python -m benchmarks.speed` writes `benchmarks/results/speed.json`."
 NONE_ON_PROCESSOR = (
     "Nothing is measured yet: `python -m benchmarks.speed --cpu` writes `benchmarks/results/speed_cpu.json`."
 )
+NO_CALLS_YET = "No whole call is measured yet: `python -m benchmarks.speed --only call` adds them."
+PARTS = ("text encoders", "denoising", "VAE", "rest")  # of a whole call
 HELD_IN = ", held in "
 RESIDUAL = "mag_cache 0.24/5/0.1"  # represents the methods that hold residuals
 FIRST_IMAGE = {"import": "import", "load": "load", "30 steps without a cache": "draw"}
@@ -40,16 +47,16 @@ def markdown(path: Path) -> str:
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
     rows: list[Row] = figures["rows"]
-    parts = [*models(rows), growth(rows), box(rows), where(figures["runs"], rows)]
+    parts = [*models(rows), growth(rows), box(rows), calls(rows), where(figures["runs"], rows)]
     return "\n\n".join(part for part in parts if part)
 
 
 def in_short(path: Path, model: str = "flux") -> str:
-    """The chief rows of one model: seconds, and how many times faster than the uncached eager run."""
+    """The chief rows of one model, not quantized: seconds, and how many times faster than the uncached eager run."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
-    rows = [row for row in figures["rows"] if row["section"] == "table" and row["model"] == model]
+    rows = [r for r in figures["rows"] if (r["section"], r["model"]) == ("table", model) and r["mode"] != "float8"]
     by_name: dict[str, dict[str, Row]] = {}
     for row in sorted((row for row in rows if row["label"] != "identical" and HELD_IN not in row["label"]), key=_rank):
         by_name.setdefault(f"{row['by']} {row['label']}".strip(), {})[row["mode"]] = row
@@ -203,6 +210,37 @@ def box(rows: Sequence[Row]) -> str:
     shown = [[row["shape"], row["mode"], row["label"], *_boxed(row)] for row in of_box]
     head = ("device", "mode", "method", "seconds per image", "over eager, no cache")
     return f"**The built-in model, one image of 50 steps**\n\n{markdown_table(head, shown)}" if shown else ""
+
+
+def whole_calls(path: Path) -> str:
+    """The table of whole calls with its provenance."""
+    if not path.exists():
+        return NONE_YET
+    figures = json.loads(path.read_text("utf-8"))
+    of_call = [row for row in figures["rows"] if row["section"] == "call"]
+    return f"{calls(of_call)}\n\n{where(figures['runs'], of_call)}" if of_call else NO_CALLS_YET
+
+
+def calls(rows: Sequence[Row]) -> str:
+    """Whole calls of FluxPipeline, from prompt to image, and the parts of their time."""
+    of_call = sorted((row for row in rows if row["section"] == "call"), key=lambda row: list(MODES).index(row["mode"]))
+    if not of_call:
+        return ""
+    plain = next((row for row in of_call if (row["mode"], row["label"]) == ("eager", "no cache")), {})
+    shown = [[MODES[row["mode"]], row["label"], *_called(row, plain)] for row in of_call]
+    head = ("transformer", "method", "seconds", "over eager", *(f"{part}, ms" for part in PARTS), "over expected")
+    title = (
+        f"**A whole call, {of_call[0].get('title', 'FLUX.1-dev')}**, {of_call[0]['shape']}, {of_call[0]['steps']} steps"
+    )
+    return f"{title}\n\n{markdown_table(head, shown)}"
+
+
+def _called(row: Row, plain: Row) -> list[str]:
+    if "raised" in row:
+        return [f"raises {row['raised']}", *[""] * (2 + len(PARTS))]
+    faster = "" if row is plain or "wall_s" not in plain else _times(plain["wall_s"] / row["wall_s"])
+    parts = [f"{row['parts'][part] * 1e3:.0f}" for part in PARTS]
+    return [f"{row['wall_s']:.2f}", faster, *parts, f"{row['wall_s'] / row['expected_s'] - 1:+.1%}"]
 
 
 def processor(path: Path) -> str:

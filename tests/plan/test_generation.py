@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 from peft import LoraConfig
 from torch import nn
 
@@ -72,6 +74,36 @@ def test_a_model_without_parameters_or_memory_has_one_too():
     with torch.device("meta"):
         ghost = nn.Linear(4, 4)
     assert fingerprint(ghost) != fingerprint(nn.Identity())
+
+
+def test_where_the_weights_are_does_not_matter(transformer):
+    before = fingerprint(transformer)
+    cpu_offload(transformer, torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in transformer.parameters())
+    assert fingerprint(transformer) == before
+    remove_hook_from_module(transformer, recurse=True)
+    transformer.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    assert fingerprint(transformer) == before
+
+
+class Unreadable(torch.Tensor):
+    """A parameter whose values no operation reads."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+def test_values_that_cannot_be_read_are_left_out():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert fingerprint(one) != fingerprint(other)
+    for layer in (one, other):
+        for name, parameter in list(layer.named_parameters()):
+            made = torch.Tensor._make_wrapper_subclass(Unreadable, parameter.shape)
+            setattr(layer, name, nn.Parameter(made, requires_grad=False))
+    assert fingerprint(one) == fingerprint(other) != fingerprint(nn.Identity())
 
 
 def test_a_profile_of_another_class_is_refused():

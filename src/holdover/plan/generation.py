@@ -43,23 +43,48 @@ def facts_of(transformer: nn.Module) -> ModelIdentity:
 
 
 def fingerprint(transformer: nn.Module) -> str:
-    """A hash of the parameters' names, shapes and some values of each, without adapters."""
+    """A hash of the parameters' names, shapes and some values of each, as far as they can be read, without adapters."""
     hashed, samples = hashlib.sha256(), []
     for name, parameter in sorted(transformer.named_parameters()):
         if "lora_" in name:
             continue
-        hashed.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)};".encode())
-        if not parameter.is_meta and parameter.numel():
-            values = gather_tensor(parameter.detach())
-            if "dequantize" in vars(type(values)):  # a tensor subclass of torchao has no views
-                values = values.dequantize()
-            flat = values.flatten()
-            positions = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-            # rounded to bfloat16, so that a change of precision does not matter
-            samples.append(flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float())
+        packed = getattr(parameter, "quant_state", None)  # bitsandbytes packs 4-bit weights again at the first forward
+        shape = tuple(parameter.shape if packed is None else packed.shape)
+        hashed.update(f"{name.replace('.base_layer', '')} {shape};".encode())
+        if packed is not None:
+            continue
+        values = _offloaded_values(transformer, name) if parameter.is_meta else parameter.detach()
+        if values is not None and values.numel():
+            samples.append(_sample_values(values))
     if samples:
         hashed.update(torch.cat(samples).cpu().numpy().tobytes())
     return hashed.hexdigest()[:16]
+
+
+def _offloaded_values(transformer: nn.Module, name: str) -> torch.Tensor | None:
+    """The values of a parameter that accelerate keeps elsewhere while the module is not running, if it does."""
+    owner, _, local = name.rpartition(".")
+    hook: Any = getattr(transformer.get_submodule(owner), "_hf_hook", None)
+    maps = [getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,))]
+    return next((kept[local] for kept in maps if kept is not None), None)
+
+
+def _sample_values(values: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced values, rounded to bfloat16, so that a change of precision does not matter.
+
+    Of weights that torchao quantizes, the values they stand for; of others, what is stored; of a tensor that cannot be
+    read, none.
+    """
+    try:
+        values = gather_tensor(values)
+        if type(values).dequantize is not torch.Tensor.dequantize:  # torchao's subclasses have no views
+            values = values.dequantize()
+        with torch._C.DisableTorchFunctionSubclass():  # GGUFParameter makes more of itself in every operation
+            flat = values.as_subclass(torch.Tensor).flatten()
+        positions = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        return flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return torch.empty(0, device=values.device)
 
 
 def dtype_of(transformer: nn.Module) -> str:
