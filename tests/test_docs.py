@@ -124,7 +124,7 @@ def test_every_python_block_runs_and_prints_what_the_page_says(
     source = "\n".join(block.text for block in python)
     if "torchao" in source:  # which multiplies in float8 on GPUs only
         ao = pytest.importorskip(
-            "torchao.quantization", reason="torchao is not installed: pip install 'holdover[test]'"
+            "torchao.quantization", reason="torchao is not installed: pip install 'holdover[quantize]'"
         )
         int8 = ao.Int8DynamicActivationInt8WeightConfig
         monkeypatch.setattr(ao, "Float8DynamicActivationFloat8WeightConfig", lambda granularity: int8())
