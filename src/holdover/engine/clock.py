@@ -77,6 +77,9 @@ class SchedulerClock:
         self._first: int | None = None
         self._next: int | None = None
         self._grid: Grid | None = None
+        self._was_interrupted = False
+        self._latents: weakref.ref[torch.Tensor] | None = None  # that the scheduler returned last
+        self._keeps_latents = True  # a loop does, until its next forward, unless it blends them with others
         self.running = False
         self.stepped = False  # since the last forward
 
@@ -103,6 +106,7 @@ class SchedulerClock:
         """The scheduler's timesteps were set: a generation starts."""
         self._first = self._next = self._grid = None
         self.running, self.stepped = True, False
+        self._was_interrupted, self._latents = self._interrupt_flag, None
         self._on_start()
 
     def advance(self, arguments: dict[str, Any], result: Any) -> None:
@@ -110,10 +114,26 @@ class SchedulerClock:
         index: int | None = getattr(self._scheduler, "step_index", None)
         self._next = index if index is not None else self._find_timestep(arguments["timestep"]) + 1
         self.stepped = True
+        latents = result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", None)
+        self._latents = weakref.ref(latents) if isinstance(latents, torch.Tensor) else None
         self._on_step(SchedulerStep(self._next - 1, arguments.get("sample"), arguments.get("model_output"), result))
         if self._next >= len(self._scheduler.timesteps):
             self.running = False
             self._on_end()
+
+    @property
+    def _interrupt_flag(self) -> bool:
+        return getattr(self._pipeline, "_interrupt", False) is True
+
+    def has_lost_its_loop(self) -> bool:
+        """Whether the loop that made the last step has ended early; asked at the first forward after each step.
+
+        The user has interrupted it, or the latents that it got from the scheduler are gone, as after an exception. A
+        loop that does not keep these latents, because it blends them with others, shows that at its own steps.
+        """
+        gone = self._latents is not None and self._latents() is None
+        kept, self._keeps_latents = self._keeps_latents, not gone
+        return (gone and kept) or (self._interrupt_flag and not self._was_interrupted)
 
     @property
     def grid(self) -> Grid:
