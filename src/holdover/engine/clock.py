@@ -160,14 +160,17 @@ class SchedulerClock:
         return self._first
 
     def _find_first_step(self, timestep: Any, runs_up: bool) -> int:
-        """The step with this timestep's noise level: some image-to-image pipelines start late without saying so."""
+        """The step with this timestep's noise level: some image-to-image pipelines start late without saying so.
+
+        A loop that begins with the last timestep is one that runs backwards, or has a single step.
+        """
         value = noisiest(timestep, runs_up)
         if value is None:
             return 0
         levels = [1.0 - value * s if runs_up else value * s for s in (1.0, 1.0 / self._train_timesteps)]
         misses = [(abs(level - n) / n, i) for level in levels for i, n in enumerate(self.grid.noise) if n > 0]
         miss, index = min(misses, default=(1.0, 0))
-        return index if miss < _ROUNDING else 0
+        return index if miss < _ROUNDING and index < self.grid.count - 1 else 0
 
     def _find_timestep(self, timestep: Any) -> int:
         """The index of a timestep; a view into the scheduler's own tensor tells it without a read."""
