@@ -11,7 +11,6 @@ import json
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -118,8 +117,8 @@ REPOSITORIES: dict[str, Write] = {
 }
 
 
-def write_hub(home: Path) -> dict[str, Any]:
-    """Write the repositories under a folder; returns the environment variables that make the hub's client use it."""
+def write_hub(home: Path) -> None:
+    """Write the repositories under a folder, which the variable `HF_HOME` names."""
     for name, write in REPOSITORIES.items():
         repository = home / "hub" / f"models--{name.replace('/', '--')}"
         if (repository / "refs" / "main").exists():
@@ -128,4 +127,3 @@ def write_hub(home: Path) -> dict[str, Any]:
         write(repository / "snapshots" / REVISION)
         (repository / "refs").mkdir(parents=True, exist_ok=True)
         (repository / "refs" / "main").write_text(REVISION)
-    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}

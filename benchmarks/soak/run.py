@@ -136,6 +136,8 @@ class LivePipeline:
             return self.pipe
         self.counts["through other pipelines"] += 1
         other = type(self.pipe).from_pipe(self.pipe)
+        if hasattr(self.pipe, "tokenizer_max_length"):  # an attribute that the tiny pipelines shorten
+            other.tokenizer_max_length = self.pipe.tokenizer_max_length
         if through == "own scheduler":
             other.scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         return other

@@ -73,6 +73,30 @@ def test_a_stopped_generation_does_not_reach_another_pipeline(built, method, sam
         assert torch.equal(run(other, **call), plain)
 
 
+@pytest.mark.parametrize("end", ["interrupt", "exception"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_nor_does_one_with_the_same_prompt_tensors(built, end, after):
+    """Without a timestep or a prompt that tells them apart, the second loop's first step is computed."""
+    tiny, pipe = built
+    other, call = other_pipeline(pipe), tiny.call(steps=1) | {"guidance_scale": 1.0}
+    plain = run(other, **call)
+
+    def raise_error(pipe, step, timestep, kwargs):
+        if step == after:
+            raise KeyError(step)
+        return {}
+
+    with holdover.enable(pipe, "mag_cache", **METHODS["mag_cache"]) as cache:
+        if end == "interrupt":
+            stopped(pipe, tiny, after, **call | {"num_inference_steps": STEPS})
+        else:
+            with pytest.raises(KeyError):
+                run(pipe, **call | {"num_inference_steps": STEPS}, callback_on_step_end=raise_error)
+        assert (cache.stats().held > 0) == (after > 0)
+        call["generator"].manual_seed(0)
+        assert torch.equal(run(other, **call), plain)
+
+
 def test_the_other_pipeline_is_held_on_its_own(built):
     tiny, pipe = built
     other = other_pipeline(pipe)

@@ -63,6 +63,13 @@ def test_a_model_that_empties_its_list_of_controlnet_outputs(hunyuan_controlnet,
             assert cache.stats().last.trace("1") == "ChhChh"
 
 
+def test_cache_dit_refuses_it_in_words(hunyuan_controlnet):
+    pipe = hunyuan_controlnet
+    with holdover.enable(pipe, "cache_dit", max_warmup_steps=1):
+        with pytest.raises(holdover.UnsupportedModelError, match="controlnet_block_samples: a held step fails"):
+            run_hunyuan(pipe)
+
+
 class Writer(torch.nn.Module):
     """Adds to its input in place."""
 

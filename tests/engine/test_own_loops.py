@@ -30,9 +30,11 @@ def flux():
 
 @torch.no_grad()
 def loop(pipe, inputs, timesteps, name, repetitions=1):
-    """Update the latents by Euler steps of one's own."""
-    pipe.scheduler.set_timesteps(len(timesteps), mu=1.0)
-    pipe.scheduler.set_begin_index(0)
+    """Update the latents by Euler steps of one's own; no timesteps: those of the scheduler, backwards."""
+    pipe.scheduler.set_timesteps(len(timesteps or DOWN), mu=1.0)
+    if timesteps:
+        pipe.scheduler.set_begin_index(0)
+    timesteps = timesteps or (pipe.scheduler.timesteps.flip(0) / 1000).tolist()
     latents = inputs["hidden_states"]
     for t in timesteps:
         now = {**inputs, "hidden_states": latents, "timestep": torch.full((1,), float(t))}
@@ -51,7 +53,7 @@ UP = [i / STEPS for i in range(STEPS)]
 
 
 @NAMES
-@pytest.mark.parametrize("timesteps", [DOWN, UP], ids=["editing", "inversion"])
+@pytest.mark.parametrize("timesteps", [DOWN, UP, None], ids=["editing", "inversion", "backwards"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_timestep_tells_the_step(flux, method, timesteps, name):
     pipe, inputs = flux

@@ -265,6 +265,7 @@ def test_memory_is_stated_before_it_is_used(flux, progress, capsys, caplog):
     ("settings", "said"),
     [
         ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [1, 2]}, "the keywords of one call of the pipeline, not 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 2}, "use batch_size=1"),
         ({"store": "tape"}, "'device', on the 'cpu' or on 'disk', not on 'tape'"),

@@ -23,7 +23,7 @@ from ..engine.signals import change_across_ranks
 from ..engine.state import ForwardCall, Outcome
 from ..engine.storage import HeldTensors, RecentDict
 from ..engine.verify import ReplayReport, compare_replay, equal_outputs
-from ..errors import ConfigError, HoldoverWarning, UnsupportedModelError
+from ..errors import ConfigError, HoldoverError, HoldoverWarning, UnsupportedModelError
 from ..grid import Grid
 from .adapters import AdaptedTransformer, TransformerAdapter
 from .config import CacheDiTConfig, steps_mask
@@ -102,6 +102,10 @@ class CacheDiTMethod(Method[CacheDiTConfig]):
         return mask
 
 
+# What a model may raise that does not run through cache-dit.
+MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+
+
 class CacheDiTRunner:
     """Runs the forwards of one transformer through cache-dit."""
 
@@ -116,7 +120,7 @@ class CacheDiTRunner:
         again = call if known else _copied(call)  # models may change lists in their arguments
         try:
             output = self._forward(call, manager)
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        except MODEL_ERRORS as error:
             if known or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._plain(again)  # if this fails too, the user sees the model's own error
@@ -158,8 +162,13 @@ class CacheDiTRunner:
         if (filled := self._fill_zeros(call)) is not None:
             contexts: Any = call.state.policy.start()  # of their own: nothing of this may be kept
             self._compare_with_plain(filled, self._forward(_copied(filled), contexts.at(call.step)))
-        with manager.replay():
-            report = self._compare(output, self._forward(_copied(call), manager))
+        try:
+            with manager.replay():
+                report = self._compare(output, self._forward(_copied(call), manager))
+        except MODEL_ERRORS as error:
+            if isinstance(error, (torch.OutOfMemoryError, HoldoverError)):
+                raise
+            raise self._refusal(call, "a held step fails", error) from error
         if not report.ok:
             raise self._refusal(call, "a held step does not replay a computed one", report)
         self._checked[call.structure] = None

@@ -21,6 +21,7 @@ from .install import NO_HINT, CachedTransformer, ContextHint, Observed
 MAX_BRANCHES = 32  # that are remembered; a new one replaces the oldest
 OTHER_INPUTS = Decision(True, "the inputs have another shape, dtype or device")
 OTHER_CONDITIONING = Decision(True, "the conditioning changed")
+OTHER_LOOP = Decision(True, "the loop of the step before has ended")
 OTHER_THREAD = Decision(True, "the step before ran in another thread")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,9 @@ class SchedulerClock:
         self._first: int | None = None
         self._next: int | None = None
         self._grid: Grid | None = None
+        self._was_interrupted = False
+        self._latents: weakref.ref[torch.Tensor] | None = None  # that the scheduler returned last
+        self._keeps_latents = True  # a loop does, until its next forward, unless it blends them with others
         self.running = False
         self.stepped = False  # since the last forward
 
@@ -103,6 +107,7 @@ class SchedulerClock:
         """The scheduler's timesteps were set: a generation starts."""
         self._first = self._next = self._grid = None
         self.running, self.stepped = True, False
+        self._was_interrupted, self._latents = self._interrupt_flag, None
         self._on_start()
 
     def advance(self, arguments: dict[str, Any], result: Any) -> None:
@@ -110,10 +115,26 @@ class SchedulerClock:
         index: int | None = getattr(self._scheduler, "step_index", None)
         self._next = index if index is not None else self._find_timestep(arguments["timestep"]) + 1
         self.stepped = True
+        latents = result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", None)
+        self._latents = weakref.ref(latents) if isinstance(latents, torch.Tensor) else None
         self._on_step(SchedulerStep(self._next - 1, arguments.get("sample"), arguments.get("model_output"), result))
         if self._next >= len(self._scheduler.timesteps):
             self.running = False
             self._on_end()
+
+    @property
+    def _interrupt_flag(self) -> bool:
+        return getattr(self._pipeline, "_interrupt", False) is True
+
+    def has_lost_its_loop(self) -> bool:
+        """Whether the loop that made the last step has ended early; asked at the first forward after each step.
+
+        The user has interrupted it, or the latents that it got from the scheduler are gone, as after an exception. A
+        loop that does not keep these latents, because it blends them with others, shows that at its own steps.
+        """
+        gone = self._latents is not None and self._latents() is None
+        kept, self._keeps_latents = self._keeps_latents, not gone
+        return (gone and kept) or (self._interrupt_flag and not self._was_interrupted)
 
     @property
     def grid(self) -> Grid:
@@ -140,14 +161,17 @@ class SchedulerClock:
         return self._first
 
     def _find_first_step(self, timestep: Any, runs_up: bool) -> int:
-        """The step with this timestep's noise level: some image-to-image pipelines start late without saying so."""
+        """The step with this timestep's noise level: some image-to-image pipelines start late without saying so.
+
+        A loop that begins with the last timestep is one that runs backwards, or has a single step.
+        """
         value = noisiest(timestep, runs_up)
         if value is None:
             return 0
         levels = [1.0 - value * s if runs_up else value * s for s in (1.0, 1.0 / self._train_timesteps)]
         misses = [(abs(level - n) / n, i) for level in levels for i, n in enumerate(self.grid.noise) if n > 0]
         miss, index = min(misses, default=(1.0, 0))
-        return index if miss < _ROUNDING else 0
+        return index if miss < _ROUNDING and index < self.grid.count - 1 else 0
 
     def _find_timestep(self, timestep: Any) -> int:
         """The index of a timestep; a view into the scheduler's own tensor tells it without a read."""

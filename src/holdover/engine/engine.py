@@ -22,7 +22,7 @@ from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wr
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
-from .branches import OTHER_CONDITIONING, Branches, PipelineGuiders
+from .branches import OTHER_CONDITIONING, OTHER_LOOP, Branches, PipelineGuiders
 from .clock import SchedulerClock, SchedulerStep, TimestepClock
 from .install import CachedTransformer, ContextHint, Overrides, refuse_other_caches
 from .method import Method, Runner
@@ -164,6 +164,8 @@ class Engine:
                 must_move = self._clock.running and hint.step_index is None
                 conditioning = functools.partial(transformer.inputs.get_conditioning, arguments) if hint.name else None
                 change = state.inputs.compare(signature, tensors, latents, timestep, must_move, conditioning)
+                if step == generation.taken_over_at:
+                    change = change or OTHER_LOOP
                 if transformer.groups.shards is not None and not known_to_shards(transformer.groups, change is None):
                     change = change or OTHER_CONDITIONING  # ranks that share the weights compute together
                 if change is not None:
@@ -225,10 +227,13 @@ class Engine:
         if hint.name is None:
             conditioning, host_values = transformer.inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
+            taken_over = self._clock.stepped and self._clock.has_lost_its_loop()
             step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
             if step < self._generation.step or (self._clock.stepped and hint.step_index == self._generation.step):
                 self._start()  # the scheduler was set back by hand, or another pipeline runs
             self._clock.stepped = False
+            if taken_over:
+                self._generation.taken_over_at = step
         else:
             step = self._timestep_clock.step(hint, timestep)
             branches = self._generation.branches.get(transformer)

@@ -94,6 +94,7 @@ class Generation:
         self.method = method
         self.stats = GenerationStats(method.name, method.config.as_dict())
         self.step = -1
+        self.taken_over_at: int | None = None  # the step from which on another loop runs
         self.open = True
         self.grids: dict[CachedTransformer, Grid] = {}  # the steps each transformer handles
         self.branches: dict[CachedTransformer, Branches] = {}

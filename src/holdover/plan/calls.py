@@ -175,7 +175,11 @@ def image_arguments(pipe: Any, path: str | Path) -> dict[str, Any]:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single prompt is a list of one."""
-    return [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    chosen = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    for prompt in chosen:
+        if not isinstance(prompt, (str, Mapping)):
+            raise ConfigError(f"A prompt is a text or the keywords of one call of the pipeline, not {prompt!r}.")
+    return chosen
 
 
 def make_batches(prompts: Sequence[Prompt], size: int, seed: int) -> list[Batch]:
