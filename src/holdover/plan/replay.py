@@ -133,6 +133,14 @@ class Rollout:
         """Go on by some steps with these outputs, (parts, steps, ...)."""
         self.errors.append(self.batch.mix(parts, steps) - self.batch.outputs[steps])
 
+    def features(self, step: int, count: int, sets: Sequence[int]) -> Tensor:
+        """(sets x anchors, values): what each weight of a held step multiplies, for the last `count` computed steps."""
+        outputs = torch.stack(self.computed[-count:], dim=1)  # (parts, anchors, ...)
+        outputs = outputs * _like(self.batch.mix.shares[step][:, None], outputs)
+        features = torch.zeros(1 + max(sets), *outputs.shape[1:]).to(outputs)
+        features.index_add_(0, torch.tensor(sets, device=outputs.device), outputs)
+        return features.flatten(0, 1).flatten(1).double()
+
 
 class Replay:
     """Recorded generations of some batches, on which plans are run and fitted.
@@ -225,12 +233,12 @@ class Replay:
         """The final latents of a plan minus those of the uncached run."""
         rollout = Rollout(batch)
         for step in computed:
-            self._compute(rollout, step)
+            self.compute(rollout, step)
             if step in tables:
-                self._hold(rollout, slice(step + 1, step + 1 + tables[step].shape[1]), tables[step])
+                self.hold(rollout, slice(step + 1, step + 1 + tables[step].shape[1]), tables[step])
         return rollout.latent_error(self.response[-1])
 
-    def _compute(self, rollout: Rollout, step: int) -> None:
+    def compute(self, rollout: Rollout, step: int) -> None:
         """Run the transformer at a computed step; before the first held one, outputs are the recorded ones."""
         batch = rollout.batch
         if rollout.exact:
@@ -243,7 +251,7 @@ class Replay:
         rollout.computed.append(parts)
         rollout.add(parts[:, None], slice(step, step + 1))
 
-    def _hold(self, rollout: Rollout, steps: slice, table: Tensor) -> None:
+    def hold(self, rollout: Rollout, steps: slice, table: Tensor) -> None:
         """Predict held steps from the last computed outputs."""
         outputs = torch.stack(rollout.computed[-table.shape[2] :], dim=1)  # (parts, anchors, ...)
         sets = self.part_sets(len(table) > 1)
@@ -265,14 +273,14 @@ class Replay:
         rollouts, gaps = [Rollout(batch) for batch in self.batches], self.gaps(computed, options.depth)
         for step in computed:
             for rollout in rollouts:
-                self._compute(rollout, step)
+                self.compute(rollout, step)
             gap, anchors = gaps.get(step, (slice(0, 0), ()))
             for held in range(gap.start, gap.stop):
                 if held not in weights:
                     weights[held] = self._fit_step(rollouts, held, anchors, options, self.part_sets(separate))
                 table = np.reshape(weights[held].values, (-1, 1, len(anchors)))
                 for rollout in rollouts:
-                    self._hold(rollout, slice(held, held + 1), torch.tensor(table).to(self.response))
+                    self.hold(rollout, slice(held, held + 1), torch.tensor(table).to(self.response))
         return dict(sorted(weights.items()))
 
     def _fit_step(
@@ -286,11 +294,8 @@ class Replay:
         for rollout in rollouts:
             batch = rollout.batch
             target = batch.outputs[step] - rollout.latent_error(shares)
-            outputs = torch.stack(rollout.computed[-len(anchors) :], dim=1)  # (parts, anchors, ...)
-            outputs = outputs * _like(batch.mix.shares[step][:, None], outputs)
-            features = torch.zeros(count, *outputs.shape[1:]).to(outputs)
-            features.index_add_(0, torch.tensor(sets, device=outputs.device), outputs)
-            rows = torch.cat([features.flatten(0, 1), target[None]]).flatten(1).double()
+            features = rollout.features(step, len(anchors), sets)
+            rows = torch.cat([features, target.flatten()[None].double()])
             moments.append(rows @ rows.T)
         normal = torch.stack(moments).sum(0).cpu().numpy()
         values = solve_ridge(normal[:-1, :-1], normal[:-1, -1], count, options.branch_tie or 0.0)

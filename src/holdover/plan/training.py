@@ -110,22 +110,17 @@ class TrainedPlan:
         error = float(replay.final_errors(batch, self.computed, self._start).mean().sqrt())
         rollout, scales = Rollout(batch), {}
         for step in self.computed:
-            replay._compute(rollout, step)
+            replay.compute(rollout, step)
             if step not in self._gaps:
                 continue
             gap, anchors = self._gaps[step]
             table = self._start[step]
-            sets = replay.part_sets(len(table) > 1)
-            outputs = torch.stack(rollout.computed[-len(anchors) :], dim=1)
-            mixed = outputs * batch.mix.shares[step][:, None].reshape(-1, 1, *[1] * (outputs.dim() - 2))
-            features = torch.zeros(len(table), *outputs.shape[1:]).to(outputs)
-            features.index_add_(0, torch.tensor(sets, device=outputs.device), mixed)
-            flat = features.flatten(0, 1).flatten(1).double()
-            values, vectors = torch.linalg.eigh((flat @ flat.T / flat.shape[1]).cpu())
+            features = rollout.features(step, len(anchors), replay.part_sets(len(table) > 1))
+            values, vectors = torch.linalg.eigh((features @ features.T / features.shape[1]).cpu())
             reach = float(replay.response[-1, gap].sum().abs().clamp_min(1e-6))
             columns = vectors / (values.clamp_min(0) + _DAMPING * values[-1]).sqrt() * error / reach
-            scales[step] = columns.float().to(outputs.device)
-            replay._hold(rollout, gap, table)
+            scales[step] = columns.float().to(table.device)
+            replay.hold(rollout, gap, table)
         return scales
 
     def tables(self, parameters: Tensor) -> dict[int, Tensor]:
