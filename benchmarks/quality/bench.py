@@ -343,6 +343,7 @@ class Bench:
             guidance_scale=sampling.guidance,
             batch_size=min(count, self.scale.batch),
             name=f"{count} generations, {sampling.steps} steps, guidance {sampling.guidance:g}",
+            effort="quick",
             progress=False,
             **self.scale.call,
         )

@@ -19,7 +19,7 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
-    code, output = run("calibrate", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
+    code, output = run("calibrate", "--effort", "quick", "--num", 2, "--steps", 6, "--batch-size", 2, "--out", out)
     assert code == 0, output
     assert "3x: 2 of 6 steps, expected PSNR" in output
     assert f"profile  {out}" in output

@@ -95,7 +95,23 @@ def test_a_file_of_a_comparison_may_have_them_and_a_flag_overrides_it(tmp_path: 
 
 def test_a_profile_is_measured_and_tuned_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "p.safetensors"
-    run("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--height", 32, "--width", 32, "--out", out)
+    run(
+        "calibrate",
+        "--effort",
+        "quick",
+        "--num",
+        2,
+        "--steps",
+        4,
+        "--batch-size",
+        2,
+        "--height",
+        32,
+        "--width",
+        32,
+        "--out",
+        out,
+    )
     assert dict(Profile.load(out).facts.call) == {"height": 32, "width": 32}
     few = ("--num", 2, "--share", 0.5, "--confidence", 0.7, "--batch-size", 2, "--target", "psnr>=5")
     run("tune", out, *few, "--height", 32, "--width", 32)

@@ -40,7 +40,7 @@ def run(*arguments: object) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "emoji.safetensors"
-    code, output = run("calibrate", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
+    code, output = run("calibrate", "--effort", "quick", "--num", 2, "--steps", 4, "--batch-size", 2, "--out", out)
     assert code == 0, output
     return out
 
@@ -65,7 +65,7 @@ def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
     """On a tiny pipeline instead of the emoji model, because there are forty candidates."""
     pipe, page = prompted_flux(), tmp_path / "tuned.html"
     monkeypatch.setattr(loading, "load_pipeline", lambda settings: pipe)
-    holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, progress=False).save(
+    holdover.calibrate(pipe, ["red apple", "blue dog"], 8, batch_size=2, effort="quick", progress=False).save(
         tmp_path / "p.safetensors"
     )
     code, output = run("tune", tmp_path / "p.safetensors", *FEW, "--report", page, "--report-prompts", 1)

@@ -34,7 +34,7 @@ def pipe() -> Any:
 
 @pytest.fixture(scope="module")
 def profile(pipe: Any) -> Profile:
-    return holdover.calibrate(pipe, ["red apple", "blue dog"], STEPS, batch_size=2, progress=False)
+    return holdover.calibrate(pipe, ["red apple", "blue dog"], STEPS, batch_size=2, effort="quick", progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_model_that_diffusers_has_no_caches_for_is_refused(pipe: Any) -> None:
 
 def test_settings_follow_the_number_of_steps(pipe: Any, profile: Profile, tmp_path: Path) -> None:
     """With fewer steps each changes more, so thresholds grow; no two candidates have the same name."""
-    few = holdover.calibrate(pipe, ["red apple"], 4, progress=False)
+    few = holdover.calibrate(pipe, ["red apple"], 4, effort="quick", progress=False)
     shipped = next(each for each in measured() if each.name == "emoji")
     for of_steps, least in ((few, 0.25), (profile, 0.125), (shipped, 0.02)):
         labels = [candidate.label for candidate in build_frontier_comparison(of_steps, tmp_path, ["ghost"]).candidates]

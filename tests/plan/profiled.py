@@ -21,4 +21,4 @@ def calibrated(name: str, steps: int = 12, count: int = 2) -> holdover.Profile:
     """A profile of `count` generations with the seeds 0, 1, ..."""
     tiny = PIPELINES[name]
     with quiet():
-        return holdover.calibrate(tiny.build(), [keywords(tiny)] * count, steps, progress=False)
+        return holdover.calibrate(tiny.build(), [keywords(tiny)] * count, steps, effort="quick", progress=False)

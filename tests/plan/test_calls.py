@@ -63,7 +63,7 @@ def test_lists_of_prompts_have_different_hashes():
 
 
 def test_one_prompt_is_a_list_of_one():
-    pipe, short = prompted_flux(), {"num_inference_steps": 3, "progress": False}
+    pipe, short = prompted_flux(), {"num_inference_steps": 3, "effort": "quick", "progress": False}
     profile = holdover.calibrate(pipe, "red apple", **short)
     assert profile.facts.prompts == 1
     assert profile.facts.prompts_hash == hash_prompts(["red apple"])
@@ -73,4 +73,6 @@ def test_one_prompt_is_a_list_of_one():
 
 def test_a_typo_in_the_keywords_of_a_prompt_is_an_error():
     with pytest.raises(holdover.ConfigError, match="takes no 'promt'. Did you mean 'prompt'?"):
-        holdover.calibrate(prompted_flux(), [{"promt": "red apple"}], num_inference_steps=3, progress=False)
+        holdover.calibrate(
+            prompted_flux(), [{"promt": "red apple"}], num_inference_steps=3, effort="quick", progress=False
+        )

@@ -27,7 +27,7 @@ FLUX = "FluxPipeline"
 
 def measure(pipe, prompts, steps=12, **settings):
     with quiet():
-        return holdover.calibrate(pipe, prompts, steps, **{"progress": False, **settings})
+        return holdover.calibrate(pipe, prompts, steps, **{"progress": False, "effort": "quick", **settings})
 
 
 @pytest.fixture
@@ -127,14 +127,16 @@ def test_the_same_seed_gives_the_same_profile_and_another_one_another(flux):
 @pytest.mark.parametrize("seams", [False, True])
 def test_where_trajectories_are_kept_does_not_matter(flux, seams):
     tiny, pipe = flux
-    profiles = {measure(pipe, [keywords(tiny)], 8, store=store, seams=seams) for store in ("device", "cpu", "disk")}
-    assert len(profiles) == 1
+    profiles = [measure(pipe, [keywords(tiny)], 8, store=store, seams=seams) for store in ("device", "cpu", "disk")]
+    assert len({profile.with_facts(cost=()) for profile in profiles}) == 1  # all but the seconds
 
 
 def test_prompts_may_run_in_one_batch():
     pipe = prompted_flux()
     prompts = ["red apple", "a blue dog on the beach"]
-    one, two = (holdover.calibrate(pipe, prompts, 8, batch_size=size, progress=False) for size in (1, 2))
+    one, two = (
+        holdover.calibrate(pipe, prompts, 8, batch_size=size, effort="quick", progress=False) for size in (1, 2)
+    )
     assert one.grams == pytest.approx(two.grams, rel=1e-3)
     assert one.growth == pytest.approx(two.growth, abs=0.05)
     assert one.facts.psnr_offset == pytest.approx(two.facts.psnr_offset, abs=0.1)

@@ -94,9 +94,9 @@ def test_guider():
     pipe = build("wan", g.ClassifierFreeGuidance(4.0))
     own = {k: v for k, v in call("wan", STEPS).items() if k not in ("num_inference_steps", "generator")}
     with quiet():
-        profile = holdover.calibrate(pipe, [own] * 2, STEPS, progress=False)
+        profile = holdover.calibrate(pipe, [own] * 2, STEPS, effort="quick", progress=False)
         with pytest.raises(holdover.ConfigError, match="that of its guider"):
-            holdover.calibrate(pipe, [own], STEPS, guidance_scale=2.0, progress=False)
+            holdover.calibrate(pipe, [own], STEPS, guidance_scale=2.0, effort="quick", progress=False)
     assert profile.facts.branches == ("pred_cond", "pred_uncond")
     assert profile.facts.mix == pytest.approx((4.0, -3.0), abs=1e-2)
     with holdover.enable(pipe, "plan", profile=profile, budget=3) as cache:

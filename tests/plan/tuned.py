@@ -23,7 +23,7 @@ def pipeline():
 
 @cache
 def measured() -> Profile:
-    return holdover.calibrate(pipeline(), CALIBRATION, STEPS, batch_size=2, progress=False)
+    return holdover.calibrate(pipeline(), CALIBRATION, STEPS, batch_size=2, effort="quick", progress=False)
 
 
 @cache

@@ -31,7 +31,7 @@ def pipe() -> Any:
 
 @pytest.fixture(scope="module")
 def found(pipe: Any) -> TuningResult:
-    profile = holdover.calibrate(pipe, ["red apple", "blue dog"], STEPS, batch_size=2, progress=False)
+    profile = holdover.calibrate(pipe, ["red apple", "blue dog"], STEPS, batch_size=2, effort="quick", progress=False)
     sure = {"share": 0.5, "confidence": 0.9, "batch_size": 2, "progress": False}
     return holdover.tune(pipe, profile, HELD_OUT, TARGET, **sure)
 

@@ -24,13 +24,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--effort", default="standard", help="of the calibration")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     pipe = holdover.load("emoji").to(arguments.device)
     prompts = pipe.calibration_prompts()
     profile = holdover.calibrate(
-        pipe, prompts[:CALIBRATED_ON], STEPS, guidance_scale=3.0, batch_size=CALIBRATED_ON, name="emoji"
+        pipe,
+        prompts[:CALIBRATED_ON],
+        STEPS,
+        guidance_scale=3.0,
+        batch_size=CALIBRATED_ON,
+        name="emoji",
+        effort=arguments.effort,
     )
     profile.save(arguments.out)
     for target in TARGETS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,7 @@ _STORES = ("device", "cpu", "disk")
 @takes_model
 def calibrate(
     prompts: Annotated[Path | None, Option(help="A file with one prompt per line; default: built in.")] = None,
-    num: Annotated[int, Option(help="Number of prompts.")] = 4,
+    num: Annotated[int | None, Option(help="Number of prompts; default: 4, 16 or 64, by effort.")] = None,
     steps: Annotated[int, Option(help="Denoising steps; plans for fewer steps are derived.")] = 50,
     guidance: Annotated[float | None, Option(help="Guidance scale; default: the model's own.")] = None,
     batch_size: Annotated[int, Option(help="Images per batch.")] = 1,
@@ -32,7 +33,7 @@ def calibrate(
     store: Annotated[str, Option(help="Where outputs are stored meanwhile: device, cpu or disk.")] = "device",
     effort: Annotated[
         str, Option(help="Trials on the model for better plans: quick (none), standard, thorough.")
-    ] = "quick",
+    ] = "standard",
     budget: Annotated[
         list[str] | None, Option(help="Computed steps or a speed-up to try plans for; repeatable.")
     ] = None,
@@ -40,10 +41,14 @@ def calibrate(
     *,
     model: CallSettings,
 ) -> None:
-    """Measure the constants of all methods on a few uncached images, and write them to a profile."""
+    """Measure the constants of all methods on a few uncached images, and write them to a profile.
+
+    A calibration that was stopped continues with the same command: until it is done, its results are in a folder next
+    to the profile.
+    """
     from ..profiles.profile import EFFORTS, SUFFIX
 
-    check_range(1, num=num, steps=steps, batch_size=batch_size)
+    check_range(1, num=1 if num is None else num, steps=steps, batch_size=batch_size)
     check_range(0, seed=seed, guidance=guidance)
     if store not in _STORES:
         raise ConfigError(f"--store must be one of {', '.join(_STORES)}, not {store!r}.{did_you_mean(store, _STORES)}")
@@ -60,12 +65,15 @@ def calibrate(
     from ..compare.baselines import SPEED_UPS
     from ..loading import load_pipeline
     from ..plan.calls import built_in_prompts, prompts_from_file
+    from ..plan.measure import DEFAULT_PROMPTS, expected_cost
     from ..plan.planner import search_profile
 
     given = prompts_from_file(prompts) if prompts else None
     pipe = load_pipeline(model)
     arguments = model.call_arguments(pipe)
-    chosen = (given or built_in_prompts(pipe))[:num]
+    chosen = (given or built_in_prompts(pipe))[: num or DEFAULT_PROMPTS[effort]]
+    budgets = [int(one) if one.isdigit() else one for one in budget] if budget else ["3x", "5x"]
+    print_line(f"effort   {effort}: at most {expected_cost(len(chosen), steps, effort, budgets):.0f} generations")
     profile = plan.calibrate(
         pipe,
         chosen,
@@ -76,10 +84,14 @@ def calibrate(
         store=store,
         name=out.stem,
         effort=effort,
-        budgets=[int(one) if one.isdigit() else one for one in budget] if budget else ("3x", "5x"),
+        budgets=budgets,
+        resume=(unfinished := out.with_suffix(".unfinished")),
         **arguments,
     )
     profile.save(out)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    cost = dict(profile.facts.cost)
+    print_line(f"cost     {cost['generations']:.0f} generations, {cost['seconds']:.0f} s")
     frontier, steps, offset = search_profile(profile).frontier, len(profile.facts.noise), profile.facts.psnr_offset
     for factor in SPEED_UPS:
         choice = frontier[max(min(frontier), int(steps / factor))]

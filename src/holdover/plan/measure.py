@@ -8,10 +8,14 @@ others: it shows how much errors grow compared with the simulation, and what an 
 from __future__ import annotations
 
 import logging
+import time
+import warnings
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,16 +23,18 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..engine.backend import find_transformers
 from ..engine.branches import find_guiders
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, NoneConfig, NoneMethod, Runner
 from ..engine.state import ComputedForward
-from ..errors import ConfigError, HoldoverError, UnsupportedModelError, did_you_mean
+from ..errors import ConfigError, HoldoverError, HoldoverWarning, UnsupportedModelError, did_you_mean
 from ..grid import Grid
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
+from ..models.inputs import unwrap_module
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile
@@ -50,13 +56,16 @@ from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
 from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
 from .method import Guard, PlanMethod
 from .planner import PlanProblem
-from .polish import improve
+from .polish import expected_generations, improve
 from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
+from .replay import ReplayError
 from .search import growing
 
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
 _POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
+_MEASURED = "measured.safetensors"  # in the folder of a calibration that can be continued
+DEFAULT_PROMPTS = {"quick": GENERATIONS, "standard": 16, "thorough": 64}
 _LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
 
 
@@ -71,33 +80,31 @@ def calibrate(
     seams: bool = False,
     store: str = "device",
     name: str | None = None,
-    effort: str = "quick",
+    effort: str = "standard",
     budgets: Sequence[int | str] = ("3x", "5x"),
+    resume: str | PathLike[str] | None = None,
     progress: bool = True,
     **call: Any,
 ) -> Profile:
-    """Measure the constants of every method on a few uncached generations.
+    """Measure the constants of every method on a few uncached generations, and try plans on them.
 
-    A prompt is a text or the keywords of one call; the default is four prompts of a built-in list. `batch_size` prompts
-    are generated at once, and `call` is passed to every call of the pipeline. `store` is where the outputs of a
-    generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures residuals,
-    for plans that hold those. This costs about a fifth more than the generations alone.
+    A prompt is a text or the keywords of one call; the default are 4, 16 or 64 prompts of a built-in list, by effort.
+    `batch_size` prompts are generated at once, and `call` is passed to every call of the pipeline. `store` is where the
+    outputs of a generation are kept until it ends: on the `"device"`, the `"cpu"` or on `"disk"`. `seams` also measures
+    residuals, for plans that hold those. Measuring costs about a fifth more than the generations alone.
 
     `effort` says how much is tried on the model to plan for `budgets` (computed steps, or speed-ups such as "4x"):
 
     - "quick": nothing; plans are computed from the measurements.
     - "standard": weights are fitted along the path that a plan really takes, and trials choose the planner's options.
-    - "thorough": also moves single computed steps of each schedule while that improves it.
+    - "thorough": also moves single computed steps of each schedule, and trains its weights through the model.
+
+    `resume` is a folder in which results are kept while they are made: a calibration that was stopped continues there.
     """
     if effort not in EFFORTS:
         raise ConfigError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.{did_you_mean(effort, EFFORTS)}")
     for budget in budgets:
         steps_for(budget, num_inference_steps)
-    chosen = as_prompts(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
-    if effort != "quick" and len(chosen) < 2:
-        raise ConfigError(f"effort={effort!r} needs two prompts at least: one half is fitted to, the other judges.")
-    if not chosen:
-        raise ConfigError("Calibrating needs at least one prompt.")
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
     if guidance_scale is not None and any(find_guiders(pipe).values()):
@@ -105,27 +112,72 @@ def calibrate(
             f"The guidance scale of this {type(pipe).__name__} is that of its guider: set it there, with "
             "pipe.update_components(guider=pipe.guider.new(guidance_scale=...))."
         )
-    caller, batches = Caller(pipe, num_inference_steps, guidance_scale, call), make_batches(chosen, batch_size, seed)
-    bar = tqdm(total=2 * len(batches), disable=not progress, desc="calibrating", unit="run")
-    with bar, installed_engine(pipe, NoneMethod(NoneConfig())) as engine:
-        session = _CalibrationSession(caller, engine, store, seams)
-        for batch in batches:
-            session.measure(batch, bar)
-        profile = session.profile(name or f"calibrated-{type(pipe).__name__}", chosen)
+    chosen = as_prompts(built_in_prompts(pipe)[: DEFAULT_PROMPTS[effort]] if prompts is None else prompts)
+    if not chosen:
+        raise ConfigError("Calibrating needs at least one prompt.")
+    if effort != "quick" and len(chosen) < 2:
+        raise ConfigError(
+            f"effort={effort!r} needs two prompts at least: one half is fitted to, the other judges. "
+            'With one prompt, use effort="quick".'
+        )
+    folder = None if resume is None else Path(resume)
+    caller, begin = Caller(pipe, num_inference_steps, guidance_scale, call), time.perf_counter()
+    batches, name = make_batches(chosen, batch_size, seed), name or f"calibrated-{type(pipe).__name__}"
+    profile = None if folder is None else _resumed(folder, caller, chosen, name)
+    if profile is None:
+        measuring = expected_cost(len(chosen), num_inference_steps, "quick", budgets)
+        cost = expected_cost(len(chosen), num_inference_steps, effort, budgets)
+        text = f"measuring, {measuring:.0f} of at most {cost:.0f} generations"
+        bar = tqdm(total=2 * len(batches), disable=not progress, desc=text, unit="run")
+        with bar, installed_engine(pipe, NoneMethod(NoneConfig())) as engine:
+            session = _CalibrationSession(caller, engine, store, seams)
+            for batch in batches:
+                session.measure(batch, bar)
+            profile = session.profile(name, chosen)
+        spent = ("generations", round(measuring, 1)), ("seconds", round(time.perf_counter() - begin, 1))
+        profile = profile.with_facts(cost=spent)
+        if folder is not None:
+            profile.save(folder / _MEASURED)
     if effort == "quick":
         return profile
-    improved = improve(
-        pipe,
-        profile,
-        budgets,
-        chosen,
-        effort == "thorough",
-        seed=seed,
-        batch_size=batch_size,
-        progress=progress,
-        **call,
-    )
-    return improved.with_facts(effort=effort)
+    shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress}
+    log = None if folder is None else folder / f"{effort}.json"
+    try:
+        improved = improve(pipe, profile, budgets, chosen, effort == "thorough", log=log, **shared, **call)
+    except ReplayError as error:
+        message = (
+            f"Nothing was tried on this {type(pipe).__name__}, its plans are those of a quick calibration: {error}"
+        )
+        warnings.warn(message, HoldoverWarning, stacklevel=2)
+        return profile
+    before = dict(profile.facts.cost)
+    total = tuple((key, round(before[key] + value, 1)) for key, value in improved.facts.cost)
+    return improved.with_facts(effort=effort, cost=total)
+
+
+def expected_cost(prompts: int, steps: int, effort: str, budgets: Sequence[int | str]) -> float:
+    """What a calibration costs at most, in uncached generations."""
+    counts = [steps_for(budget, steps) for budget in budgets]
+    trials = 0.0 if effort == "quick" else expected_generations(counts, steps, prompts, effort == "thorough")
+    return prompts * (1 + 1 / _PROBE_INTERVAL) + trials
+
+
+def _resumed(folder: Path, caller: Caller, prompts: Sequence[Prompt], name: str) -> Profile | None:
+    """The measurements of a calibration that was stopped, if it got that far."""
+    if not (folder / _MEASURED).exists():
+        return None
+    profile = Profile.load(folder / _MEASURED)
+    facts, transformers = profile.facts, find_transformers(caller.pipe)
+    same = (facts.prompts_hash, len(facts.noise), facts.name, dict(facts.call)) == (
+        hash_prompts(prompts),
+        caller.steps,
+        name,
+        dict(_plain_settings(caller)),
+    ) and caller.guidance in (None, facts.guidance)
+    models = tuple((key, facts_of(unwrap_module(module))) for key, module in transformers.items())
+    if not same or facts.models != models:
+        raise ConfigError(f"{folder} is from another calibration; remove it to begin again.")
+    return profile
 
 
 class BlockRecorder(OutputRecorder):
@@ -312,7 +364,7 @@ class _CalibrationSession:
             mix=mix.mix,
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
             carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),
-            call=tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool))),
+            call=_plain_settings(caller),
             starts=tuple(first for first, _ in spec.ranges),
             psnr_offset=float(np.mean(self._psnr_offsets)) if self._psnr_offsets else None,
             surprise=(median(guard_ratios), max(guard_ratios)) if guard_ratios else (),
@@ -322,6 +374,11 @@ class _CalibrationSession:
         )
         residual_grams = {name: np.concatenate(grams) for name, grams in self._residual_grams.items()}
         return Profile(facts, mix.grams, np.concatenate(self._growth), residual_grams)
+
+
+def _plain_settings(caller: Caller) -> tuple[tuple[str, str | int | float | bool], ...]:
+    """The settings of the calls that a profile records."""
+    return tuple((k, v) for k, v in caller.settings.items() if isinstance(v, (str, int, float, bool)))
 
 
 def _version(library: str) -> str:

@@ -148,7 +148,7 @@ class Planner:
         if problem.search is None or not self.fits_weights:
             return {}
         tried = next((s for s in self._tried_schedules(problem) if s.computed == tuple(computed)), None)
-        return problem.search.model.fit_weights(computed) if tried is None else _stored_weights(tried, ranges)
+        return problem.search.model.fit_weights(computed) if tried is None else stored_weights(tried, ranges)
 
     def residual_weights(self, spec: GenerationSpec, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
         """The weights for residuals instead of outputs, each fitted to the residual of its own step."""
@@ -229,7 +229,7 @@ def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
     )
 
 
-def _stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
+def stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:
     """The weights of a schedule in a profile, which stores them in one sequence, by held step."""
     values, weights = iter(tried.weights), {}
     for step, before in sorted(held_steps(tried.computed, ranges).items()):

@@ -1,24 +1,21 @@
-"""Better plans by trials on the model, with weights fitted along the path that the plan really takes.
+"""Better plans by trials on the model: `calibrate(effort=...)` and `polish`.
 
-`RealPathFit` runs a schedule on the model and fits the weights of each held step when it comes. At held step i the last
-computed outputs of each branch are regressed on the output that puts the next latent where the uncached generation has
-it,
-
-    v_i - sum_{k<i} R[i+1,k] / R[i+1,i] (u_k - v_k),
-
-with u the outputs of this run, v those of the uncached run, and R the scheduler response (error_model.py has the same
-formula for simulated outputs). Held steps above the noise level `fitted_below` keep their simulated weights: in some
-models the effect of an early error differs from image to image, and weights fitted to some images mislead others.
-
-Plans are fitted on one half of the prompts and judged on the other. `VARIANTS` are the values of the planner's options
-that trials choose between; no option is fixed because of one model.
+All trials run on recorded generations (replay.py): one half of the prompts is fitted to, the other judges. First the
+planner's options are chosen, each varied in turn for all budgets: `VARIANTS` are the values that trials choose between,
+and no option is fixed because of one model. A thorough calibration then moves single computed steps of each budget's
+schedule while that improves it, and trains its weights through the model (training.py). A plan is stored only if the
+pipeline itself keeps more with it, on the half that judges, than with the plan that the profile had.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -26,26 +23,20 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..engine.clock import SchedulerStep
-from ..engine.install import CachedTransformer
-from ..engine.method import Method
-from ..engine.state import ComputedForward
 from ..errors import ConfigError
-from ..grid import Grid
 from ..metrics import PSNR_CAP
-from ..models.inputs import iter_tensors
 from ..profiles import MeasuredPlan, PlannerOptions, Profile
-from .calls import GENERATIONS, Batch, Caller, Prompt, built_in_prompts, installed_engine, make_batches
-from .config import PlanConfig, steps_for
-from .error_model import Array, Weights, held_steps, solve_ridge
-from .generation import Preconditioning, model_output
-from .method import PlanMethod, PlanPredictor
-from .planner import PlanProblem, plan_problem, search_profile
-from .recording import OutputRecorder, TrajectoryRecord
-from .search import neighbors
+from ..profiles.files import decode, encode, parse_json, write_file
+from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
+from .config import steps_for
+from .error_model import Weights
+from .planner import search_profile, stored_weights
+from .replay import Replay
+from .search import CandidateSchedule, ScheduleSearch, neighbors
+from .training import IMAGES, ITERATIONS, train
 from .tune import Trials
 
-MAX_TRIALS = 60
+MAX_TRIALS = 60  # of moved steps, for each budget
 VARIANTS: dict[str, tuple[Any, ...]] = {  # by option, in the order in which they are tried
     "fitted_below": (0.5, 1.0),
     "corrected_share": (0.7, 0.85, 1.0),
@@ -56,8 +47,13 @@ VARIANTS: dict[str, tuple[Any, ...]] = {  # by option, in the order in which the
     "depth": (3, 4, 6),
     "branch_tie": (1e-3, 1e-2, None),
 }
+_OF_WEIGHTS = (
+    "corrected_share",
+    "depth",
+    "branch_tie",
+    "fitted_below",
+)  # options that matter once a schedule is chosen
 Candidate = tuple[tuple[int, ...], PlannerOptions]  # computed steps, and the options that weights are fitted with
-Sums = dict[int, tuple[Array, Array]]  # normal matrix and right side by held step, over batches
 
 
 def polish(
@@ -67,6 +63,7 @@ def polish(
     prompts: Sequence[Prompt] | None = None,
     *,
     trials: int = MAX_TRIALS,
+    iterations: int | None = None,
     seed: int = 0,
     batch_size: int = 1,
     progress: bool = True,
@@ -74,13 +71,13 @@ def polish(
 ) -> Profile:
     """The profile with a plan for `budget` computed steps that was improved by trials on the model.
 
-    It is `improve` for one budget, with at most `trials` trials; the planner's options for other budgets stay as they
-    are. If no plan is better than the profile's own, the profile is unchanged.
+    It is what `calibrate(effort="thorough")` does for one budget, with at most `trials` plans tried and `iterations` of
+    training; the planner's options for other budgets stay as they are. If no plan is better than the profile's own, it
+    keeps that.
     """
-    improved = improve(
-        pipe, profile, [budget], prompts, True, trials, seed=seed, batch_size=batch_size, progress=progress, **call
-    )
-    return improved.with_facts(options=profile.facts.options, effort=profile.facts.effort)
+    shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress, "iterations": iterations}
+    improved = improve(pipe, profile, [budget], prompts, True, trials, **shared, **call)
+    return improved.with_facts(options=profile.facts.options, effort=profile.facts.effort, cost=profile.facts.cost)
 
 
 def improve(
@@ -88,167 +85,123 @@ def improve(
     profile: Profile,
     budgets: Sequence[int | str],
     prompts: Sequence[Prompt] | None = None,
-    moves: bool = False,
+    thorough: bool = False,
     trials: int | None = None,
     *,
     seed: int = 0,
     batch_size: int = 1,
     progress: bool = True,
+    iterations: int | None = None,
+    log: Path | None = None,
     **call: Any,
 ) -> Profile:
     """The profile with better planner options, and with a plan for each budget, by trials on the model.
 
-    Weights are fitted on the first half of the prompts. Every plan is judged by the mean PSNR and the mean of the worst
-    tenth on the second half. Each planner option is varied in turn; the value with the best mean over all budgets is
-    kept. With `moves`, single steps of each budget's best schedule are then moved. `trials` limits the plans tried.
+    `trials` limits the plans tried, and `iterations` the training of each budget. With `log`, every result is kept
+    in that file, and a run that was stopped continues from it. Raises a ReplayError where generations cannot be
+    replayed without the pipeline.
     """
     chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
-    facts, frontier = profile.facts, search_profile(profile).frontier
-    least, most = min(frontier), max(frontier)
-    wanted = (b if isinstance(b, int) else max(least, steps_for(b, len(facts.noise))) for b in budgets)
-    counts = list(dict.fromkeys(wanted))
-    for count in counts:
-        if count not in frontier:
-            raise ConfigError(f"A budget for this profile is {least} to {most} computed steps, not {count}.")
+    frontier = search_profile(profile).frontier
+    counts = budget_counts(budgets, frontier, len(profile.facts.noise))
     if len(chosen) < 2:
         raise ConfigError("Trials need two prompts at least: one half is fitted to, the other judges.")
-    caller, half = Caller.like(profile, pipe, call), len(chosen) // 2
+    iterations = ITERATIONS if iterations is None else iterations
+    begin, caller, half = time.perf_counter(), Caller.like(profile, pipe, call), len(chosen) // 2
+    cost = expected_generations(counts, len(profile.facts.noise), len(chosen), thorough, iterations)
     with tqdm(
-        total=trials or most_trials(len(counts), moves), disable=not progress, desc="trials", unit="trial"
+        total=round(cost), disable=not progress, desc=f"trials, at most {cost:.0f} generations", unit="generation"
     ) as bar:
-        fitter = WeightFitter(caller, profile, make_batches(chosen[:half], batch_size, seed))
-        judge = Trials(caller, chosen[half:], seed + half, batch_size)
-        judge.generate_references()
-        search = _TrialSearch(profile, type(pipe.scheduler).__name__, fitter, judge, bar)
+        fitted, judge = (
+            Replay(caller, profile, make_batches(part, batch_size, first))
+            for part, first in ((chosen[:half], seed), (chosen[half:], seed + half))
+        )
+        fitted.check(caller, profile, make_batches(chosen[:half], batch_size, seed)[0])
+        known = TrialLog(log, f"{profile.digest} {hash_prompts(chosen)} {seed} {batch_size}")
+        search = _TrialSearch(profile, type(pipe.scheduler).__name__, fitted, judge, known, trials, bar)
         options, improved = search.choose_options(counts), profile
+        references = [i.to("cpu", torch.float32) for b in judge.batches if (i := b.images) is not None]
+        checks = Trials(caller, chosen[half:], seed + half, batch_size, references)
         for count in counts:
-            score, best = search.best_plan(count, options, moves)
-            own = next(
-                (p.computed for p in facts.schedules if _same_budget(p, count, profile)), frontier[count].computed
-            )
-            if score > _score(judge.run(profile, "psnr", own)[0]):
+            best, own = search.best_plan(count, options, thorough, iterations), search.own_plan(count, frontier[count])
+            if len(references) == len(judge.batches):  # judged by the images of the pipeline itself
+                ours, theirs = (
+                    checks.run(_with_schedule(profile, plan), "psnr", plan.computed)[0] for plan in (best, own)
+                )
+                best = replace(best, psnr=min(fmean(ours), PSNR_CAP))
+            else:
+                ours, theirs = (search.quality(plan) for plan in (best, own))
+            if score(ours) > score(theirs):
                 improved = _with_schedule(improved, best)
-    return improved.with_facts(options=options)
+            elif options != profile.facts.options:  # which would change this plan
+                improved = _with_schedule(improved, own)
+    runs = (("generations", round(fitted.runs + judge.runs, 1)), ("seconds", round(time.perf_counter() - begin, 1)))
+    return improved.with_facts(options=options, cost=runs)
 
 
-def most_trials(budgets: int, moves: bool) -> int:
-    """The number of plans that are tried at most."""
-    return budgets * (1 + sum(len(values) - 1 for values in VARIANTS.values()) + (MAX_TRIALS if moves else 0))
+def budget_counts(budgets: Sequence[int | str], known: Mapping[int, Any], steps: int) -> list[int]:
+    """The computed steps of each budget, each once; an error for a number of steps that cannot be planned."""
+    least, most = min(known), max(known)
+    wanted = (b if isinstance(b, int) else max(least, steps_for(b, steps)) for b in budgets)
+    for count in (counts := list(dict.fromkeys(wanted))):
+        if count not in known:
+            raise ConfigError(f"A budget for this profile is {least} to {most} computed steps, not {count}.")
+    return counts
 
 
-class WeightFitter:
-    """Fits the weights of schedules on some batches of prompts, which are first generated uncached."""
-
-    def __init__(self, caller: Caller, profile: Profile, batches: Sequence[Batch]) -> None:
-        self._caller, self._profile, self._batches = caller, profile, batches
-        preconditioning = Preconditioning.of(profile.facts, np.array(profile.facts.noise))
-        self._outputs: list[list[torch.Tensor]] = []
-        for batch in batches:
-            uncached = TrajectoryRecord("device", ["outputs"], preconditioning)
-            self._run(OutputRecorder(uncached), batch)
-            uncached.latents.clear()
-            self._outputs.append(uncached.outputs)
-
-    def fit(self, computed: tuple[int, ...], options: PlannerOptions) -> tuple[float, ...]:
-        """The weights of all held steps, in order.
-
-        Batches run one after the other. Each follows the weights fitted to it and the batches before it.
-        """
-        sums: Sums = {}
-        weights: dict[int, Weights] = {}
-        for batch, outputs in zip(self._batches, self._outputs, strict=True):
-            fit = RealPathFit(self._profile, computed, outputs, options, sums)
-            self._run(fit, batch)
-            weights = fit.weights
-        return tuple(value for _, held in sorted(weights.items()) for value in held.values)
-
-    def _run(self, method: Method[Any], batch: Batch) -> None:
-        with installed_engine(self._caller.pipe, method):
-            self._caller(*batch)
+def expected_generations(
+    counts: Sequence[int], steps: int, prompts: int, thorough: bool, iterations: int = ITERATIONS
+) -> float:
+    """What trials cost at most, in uncached generations; a gradient counts as three runs of its plan."""
+    variants = 1 + sum(len(values) - 1 for values in VARIANTS.values())
+    plans = prompts * (variants + 1 + (MAX_TRIALS if thorough else 0))
+    training = iterations * 3 * min(max(IMAGES, 1), prompts) + 7 * prompts if thorough else 0
+    return 2 * prompts + sum(counts) / steps * (plans + training)  # recorded, and one plan checked
 
 
-class RealPathFit(PlanMethod):
-    """Runs a schedule and fits the weights of each held step when it comes; `sums` has those of earlier batches."""
+class TrialLog:
+    """The results of trials by name; with a file, they are kept there, and a run that was stopped finds them again."""
 
-    follows = True
-    observes = True
-    uses_profile = False  # weights of early steps come from the measured profile, all others are fitted here
+    def __init__(self, path: Path | None, identity: str) -> None:
+        self._path, self._identity = path, identity
+        self._found: dict[str, Any] = {}
+        if path is not None and path.exists():
+            known = parse_json(path.read_text(encoding="utf-8"), str(path))
+            if not isinstance(known, dict) or known.get("identity") != identity:
+                raise ConfigError(f"{path} is from another calibration; remove it to begin again.")
+            self._found = known["trials"]
 
-    def __init__(
-        self,
-        profile: Profile,
-        computed: tuple[int, ...],
-        uncached: Sequence[torch.Tensor],
-        options: PlannerOptions,
-        sums: Sums,
-    ) -> None:
-        super().__init__(PlanConfig(schedule=computed, guard=False))
-        facts = profile.facts
-        self._measured_profile, self._computed, self._uncached = profile, computed, uncached
-        separate = bool(facts.branches) and options.branch_tie is not None
-        self._mix = dict(zip(facts.branches, facts.mix, strict=True)) if separate else {}
-        self._options, self._sums = options, sums
-        self._problem: PlanProblem | None = None
-        self._branch_outputs: dict[tuple[str, int], torch.Tensor] = {}
-        self._outputs: list[torch.Tensor] = []
-        self.weights: dict[int, Weights] = {}
+    def get(self, name: str) -> tuple[float, MeasuredPlan, int] | None:
+        """Score, plan and iterations of a trial."""
+        known = self._found.get(name)
+        if known is None:
+            return None
+        return known["score"], decode(MeasuredPlan, known["plan"], str(self._path)), known["iteration"]
 
-    def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
-        spec = self._current_state(grid).problem.spec
-        if self._problem is None:
-            self._problem = problem = replace(plan_problem(spec, self._measured_profile), options=self._options)
-            search = problem.search if self._mix else problem.merged.search
-            assert search is not None
-            below, simulated = self._options.fitted_below, search.model.fit_weights(self._computed)
-            self.weights = {step: weights for step, weights in simulated.items() if spec.noise[step] > below}
-        return PlanPredictor(self._weights_of, list(self._mix).index(branch) if self._mix else 0, spec.newton)
-
-    def observe(self, computed: ComputedForward) -> None:
-        if self._mix:
-            output = next(iter_tensors(computed.output)).detach().float().clone()
-            self._branch_outputs[computed.branch, computed.step] = output
-
-    def on_scheduler_step(self, stepped: SchedulerStep) -> None:
-        assert self._problem is not None
-        self._outputs.append(model_output(stepped, self._problem.preconditioning).detach().float().clone())
-
-    def _weights_of(self, step: int) -> Weights:
-        """The weights of a held step, which are fitted when they are first needed."""
-        if step in self.weights:
-            return self.weights[step]
-        assert self._problem is not None
-        anchors = held_steps(self._computed, self._problem.spec.ranges)[step][-self._options.depth :]
-        row, target = self._problem.response[step + 1], self._uncached[step].clone()
-        for earlier in range(step if abs(row[step]) > 1e-12 else 0):
-            share = self._options.corrected_share if earlier < anchors[-1] else 1.0  # an error that the model has seen
-            error = self._outputs[earlier] - self._uncached[earlier]
-            target.sub_(error, alpha=share * float(row[earlier] / row[step]))
-        outputs = [self._outputs[a] for a in anchors]
-        if self._mix:
-            outputs = [share * self._branch_outputs[branch, a] for branch, share in self._mix.items() for a in anchors]
-        features = torch.stack([output.flatten() for output in outputs]).double()
-        normal = (features @ features.T).cpu().numpy()
-        known = (features @ target.flatten().double()).cpu().numpy()
-        if step in self._sums:
-            normal, known = normal + self._sums[step][0], known + self._sums[step][1]
-        self._sums[step] = normal, known
-        values = solve_ridge(normal, known, max(1, len(self._mix)), self._options.branch_tie or 0.0)
-        self.weights[step] = Weights(anchors, tuple(map(float, values)))
-        return self.weights[step]
+    def add(self, name: str, score: float, plan: MeasuredPlan, iteration: int = 0) -> None:
+        """Keep a result."""
+        self._found[name] = {"score": score, "plan": encode(plan), "iteration": iteration}
+        if self._path is not None:
+            text = json.dumps({"identity": self._identity, "trials": self._found})
+            write_file(self._path, text.encode())
 
 
 class _TrialSearch:
-    """Tries plans on the model, each once, while trials are left; at least one is tried for each budget."""
+    """Tries plans on recorded generations, each once, while trials are left; at least one for each budget."""
 
-    def __init__(self, profile: Profile, scheduler: str, fitter: WeightFitter, judge: Trials, bar: Any) -> None:
-        self._profile, self._scheduler, self._fitter, self._judge, self._bar = profile, scheduler, fitter, judge, bar
+    def __init__(
+        self, profile: Profile, scheduler: str, fitted: Replay, judge: Replay, log: TrialLog, most: int | None, bar: Any
+    ) -> None:
+        self._profile, self._scheduler, self._fitted, self._judge = profile, scheduler, fitted, judge
+        self._log, self._left, self._bar = log, np.inf if most is None else most, bar
         self._tried: dict[Candidate, tuple[float, MeasuredPlan]] = {}
+        self._frontiers: dict[PlannerOptions, dict[int, CandidateSchedule]] = {}
 
     def choose_options(self, counts: Sequence[int]) -> PlannerOptions:
         """Vary one option after the other; keep the value with the best mean score over all budgets."""
         best = self._profile.facts.options
         for name, values in VARIANTS.items():
-            if name == "branch_tie" and not self._profile.facts.branches:
+            if name == "branch_tie" and not self._fitted.problem.branches:
                 continue
             scores = {}
             for options in dict.fromkeys([best, *(replace(best, **{name: value}) for value in values)]):
@@ -258,39 +211,117 @@ class _TrialSearch:
             best = max(scores, key=scores.__getitem__, default=best)
         return best
 
-    def best_plan(self, count: int, options: PlannerOptions, moves: bool) -> tuple[float, MeasuredPlan]:
-        """The best plan that was tried for a budget and its score; with `moves`, single steps are moved first."""
+    def best_plan(self, count: int, options: PlannerOptions, thorough: bool, iterations: int) -> MeasuredPlan:
+        """The best plan that was tried for a budget; a thorough search moves single steps and trains weights first."""
         facts, order = self._profile.facts, random.Random(0)
         self._score(self._candidate(count, options))
-        while True:
-            best = max((c for c in self._tried if len(c[0]) == count), key=self._score)
-            moved = [(other, best[1]) for other in neighbors(best[0], len(facts.noise), facts.starts)] if moves else []
+        moves, better = MAX_TRIALS if thorough else 0, True
+        while better:
+            best, better = max((c for c in self._tried if len(c[0]) == count), key=self._score), False
+            near = neighbors(best[0], len(facts.noise), facts.starts)
+            moved = [(other, best[1]) for other in near if (other, best[1]) not in self._tried]
             order.shuffle(moved)
-            better = (m for m in moved if self._can_try([m]) and self._score(m) > self._score(best))
-            if next(better, None) is None:
-                return self._tried[best]
+            for candidate in moved[:moves]:
+                if better or not self._can_try([candidate]):
+                    break
+                moves -= 1
+                better = self._score(candidate) > self._score(best)
+        best = max((c for c in self._tried if len(c[0]) == count), key=self._score)
+        reached, plan = self._tried[best]
+        if not thorough or count == len(facts.noise) or not iterations:
+            return plan
+        return self._train(best, reached, plan, iterations)
+
+    def _train(self, candidate: Candidate, best: float, plan: MeasuredPlan, iterations: int) -> MeasuredPlan:
+        """The plan with weights trained through the model, if they are better."""
+        name = f"trained {_name(candidate)}"
+        known, done = self._log.get(name), 0
+        if known is not None:
+            best, plan, done = known
+        begin, separate = stored_weights(plan, self._fitted.spec.ranges), bool(plan.branches)
+
+        def report(iteration: int, value: float, weights: Mapping[int, Weights]) -> None:
+            nonlocal best, plan
+            self._count_runs()
+            if value > best:
+                best, plan = value, self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
+            self._log.add(name, best, plan, done + iteration)
+
+        if done < iterations:
+            judge = partial(self._judged, candidate[0])
+            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report)
+            self._log.add(name, best, plan, iterations)
+        return plan
+
+    def own_plan(self, count: int, planned: CandidateSchedule) -> MeasuredPlan:
+        """The profile's own plan of a budget: one that was tried before, else the one that it computes."""
+        facts, problem = self._profile.facts, self._fitted.problem
+        known = next((p for p in facts.schedules if _same_budget(p, count, self._profile)), None)
+        if known is not None:
+            return known
+        assert problem.search is not None
+        weights = problem.search.model.fit_weights(planned.computed)
+        plan = self._measured_plan(
+            (planned.computed, facts.options), weights, facts.options.depth, bool(problem.branches), 0.0
+        )
+        return replace(plan, origin=planned.origin)
+
+    def quality(self, plan: MeasuredPlan) -> list[float]:
+        """What each generation should keep with a plan, by the error of its latents."""
+        return self._quality(plan.computed, stored_weights(plan, self._fitted.spec.ranges))
+
+    def _judged(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> float:
+        return score(self._quality(computed, weights))
+
+    def _quality(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> list[float]:
+        """The PSNR that the images should have, by the error of the latents."""
+        errors = np.maximum(self._judge.run(computed, weights), 10 ** (-PSNR_CAP / 10))
+        return [float(value) for value in (self._profile.facts.psnr_offset or 0.0) - 10 * np.log10(errors)]
 
     def _candidate(self, count: int, options: PlannerOptions) -> Candidate:
         """The plan that the planner makes with these options; options that only matter for the schedule are reset."""
-        frontier = search_profile(self._profile.with_facts(options=options)).frontier
-        fitted = ("corrected_share", "depth", "branch_tie", "fitted_below")
-        computed = frontier[count].computed
-        return computed, PlannerOptions(**{name: getattr(options, name) for name in fitted})
+        if options not in self._frontiers:
+            search = replace(self._fitted.problem, options=options).search
+            assert isinstance(search, ScheduleSearch)
+            self._frontiers[options] = search.frontier
+        computed = self._frontiers[options][count].computed
+        return computed, PlannerOptions(**{name: getattr(options, name) for name in _OF_WEIGHTS})
 
     def _can_try(self, candidates: Sequence[Candidate]) -> bool:
         new = len(set(candidates) - self._tried.keys())
-        return len(self._tried) + new <= self._bar.total or (new > 0 and not self._tried)
+        return new <= self._left or not self._tried
 
     def _score(self, candidate: Candidate) -> float:
         if candidate not in self._tried:
-            (computed, options), facts = candidate, self._profile.facts
-            branches = () if options.branch_tie is None else facts.branches
-            origin, weights = (facts.noise, self._scheduler, computed), self._fitter.fit(computed, options)
-            plan = MeasuredPlan(*origin, weights, "polished", 0.0, branches, facts.guidance, options.depth)
-            values, _ = self._judge.run(_with_schedule(self._profile, plan), "psnr", computed)
-            self._tried[candidate] = _score(values), replace(plan, psnr=min(fmean(values), PSNR_CAP))
-            self._bar.update()
+            known = self._log.get(_name(candidate))
+            if known is None:
+                computed, options = candidate
+                weights = self._fitted.fit(computed, options)
+                value = self._judged(computed, weights)
+                separate = bool(self._fitted.problem.branches) and options.branch_tie is not None
+                known = value, self._measured_plan(candidate, weights, options.depth, separate, value), 0
+                self._log.add(_name(candidate), *known)
+            self._tried[candidate] = known[:2]
+            self._left -= 1
+            self._count_runs()
         return self._tried[candidate][0]
+
+    def _measured_plan(
+        self, candidate: Candidate, weights: Mapping[int, Weights], depth: int, separate: bool, psnr: float
+    ) -> MeasuredPlan:
+        facts = self._profile.facts
+        values = tuple(value for _, held in sorted(weights.items()) for value in held.values)
+        branches, psnr = facts.branches if separate else (), max(min(psnr, PSNR_CAP), 0.0)
+        origin = facts.noise, self._scheduler, candidate[0]
+        return MeasuredPlan(*origin, values, "polished", psnr, branches, facts.guidance, depth)
+
+    def _count_runs(self) -> None:
+        """Show what was computed so far."""
+        self._bar.update(round(self._fitted.runs + self._judge.runs) - self._bar.n)
+
+
+def _name(candidate: Candidate) -> str:
+    return json.dumps([candidate[0], {name: asdict(candidate[1])[name] for name in _OF_WEIGHTS}])
 
 
 def _same_budget(plan: MeasuredPlan, count: int, profile: Profile) -> bool:
@@ -304,7 +335,7 @@ def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:
     return profile.with_facts(schedules=(*others, plan))
 
 
-def _score(values: Sequence[float]) -> float:
+def score(values: Sequence[float]) -> float:
     """Half the mean plus half the mean of the worst tenth."""
     worst = sorted(values)[: max(1, len(values) // 10)]
     return 0.5 * fmean(values) + 0.5 * fmean(worst)

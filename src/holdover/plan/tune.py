@@ -40,9 +40,16 @@ _FASTER = 1.12  # speed-up from one candidate to the next
 class Trials:
     """Runs plans on the model and compares their images with uncached ones of the same prompts and seeds."""
 
-    def __init__(self, caller: Caller, prompts: Sequence[Prompt], seed: int = 0, batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        prompts: Sequence[Prompt],
+        seed: int = 0,
+        batch_size: int = 1,
+        references: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._caller, self.batches = caller, make_batches(prompts, batch_size, seed)
-        self._references: list[torch.Tensor] = []
+        self._references = list(references)
 
     def generate_references(self, progress: Callable[[], Any] = lambda: None) -> None:
         """Generate the uncached images."""

@@ -264,6 +264,7 @@ class ProfileFacts:
     `starts` has the first step of each expert; most models have one expert. The scheduler gets `scale[i]` times the
     output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself. `options` are those
     that trials on the model chose, else the defaults. `guider` has the pipeline's guider with its settings, if any.
+    `cost` is what the calibration took, in generations and seconds.
     """
 
     name: str
@@ -291,6 +292,7 @@ class ProfileFacts:
     effort: str = "quick"
     options: PlannerOptions = PlannerOptions()
     guider: str = ""
+    cost: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,204 @@
+"""Weights trained through the model, along the whole path of a plan.
+
+The weights of every gap are changed together: each held step of a gap has the weights it was fitted with plus the same
+change, over all computed outputs so far and for each branch. This is everything that reaches the next computed step
+under a scheduler that is linear in the outputs, with K (K + 1) / 2 numbers a branch for K computed steps.
+
+Adam minimizes the mean log of the squared error of the final latent. A parameter changes the weights along an
+eigenvector of the gap's normal matrix, so that a change of 1 moves the final latent by the error that it has. The
+gradient goes through the computed steps of the transformer. Where its backward does not fit or is not implemented, it
+comes from antithetic finite differences: the loss at parameters moved by +e and -e, for random e.
+
+The result is a table of weights as before; nothing is added to a generation. Prior work on small learned linear
+solvers: bespoke non-stationary solvers, arXiv:2403.01329.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .error_model import Weights
+from .replay import RecordedBatch, Replay, Rollout
+
+ITERATIONS = 120
+IMAGES = 24  # generations that one gradient is averaged over, at least, if there are so many
+_RATE = 0.05  # of Adam, in errors of the final latent
+_DAMPING = (
+    1e-5  # of a gap's normal matrix, relative to its largest eigenvalue: nearly parallel outputs are not told apart
+)
+_CHECKS = 12  # how often the plan is judged
+_PATIENCE = 4  # checks without a better plan before training stops
+_DIRECTIONS = 8  # random directions of one gradient by finite differences
+_STEP = 0.1  # of finite differences, in errors of the final latent
+_LARGE = 5e8  # parameters from which intermediate values are computed again instead of kept
+Judge = Callable[[Mapping[int, Weights]], float]
+
+
+def train(
+    replay: Replay,
+    computed: tuple[int, ...],
+    weights: Mapping[int, Weights],
+    judge: Judge,
+    iterations: int = ITERATIONS,
+    differences: bool = False,
+    report: Callable[[int, float, Mapping[int, Weights]], None] = lambda iteration, score, weights: None,
+) -> tuple[float, dict[int, Weights]]:
+    """The best plan seen and its score: the weights it starts from, or trained ones that `judge` scores higher.
+
+    `judge` has generations of its own that the weights are not trained on. With `differences`, or where a gradient
+    cannot be computed, finite differences are used. `report` is called with each score and its weights.
+    """
+    plan = TrainedPlan(replay, computed, weights)
+    best = judge(weights), dict(weights)
+    report(0, *best)
+    if not plan.parameters.numel():
+        return best
+    optimizer = torch.optim.Adam([plan.parameters], _RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
+    batches, stale, order = list[RecordedBatch](), 0, random.Random(0)
+    with _differentiable(replay):
+        for iteration in range(1, iterations + 1):
+            chosen = list[RecordedBatch]()
+            while sum(batch.size for batch in chosen) < IMAGES and len(chosen) < len(replay.batches):
+                batches = batches or order.sample(replay.batches, len(replay.batches))
+                chosen.append(batches.pop())
+            optimizer.zero_grad()
+            if not differences:
+                differences = not _backward(plan, chosen)
+            if differences:
+                plan.parameters.grad = _differences(plan, chosen)
+            torch.nn.utils.clip_grad_norm_([plan.parameters], 1.0)
+            optimizer.step()
+            schedule.step()
+            if iteration % max(1, iterations // _CHECKS) == 0:
+                trained = plan.weights()
+                score = judge(trained)
+                report(iteration, score, trained)
+                best, stale = ((score, trained), 0) if score > best[0] else (best, stale + 1)
+                if stale == _PATIENCE:
+                    break
+    return best
+
+
+class TrainedPlan:
+    """The parameters of one plan, and its weights."""
+
+    def __init__(self, replay: Replay, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> None:
+        self.replay, self.computed = replay, computed
+        self._gaps = replay.gaps(computed, len(computed))
+        known = replay.tables(computed, weights)
+        self._start = {  # over all computed outputs of the expert
+            step: torch.nn.functional.pad(known[step], (len(anchors) - known[step].shape[2], 0))
+            for step, (_, anchors) in self._gaps.items()
+        }
+        with torch.no_grad():
+            self._scales = self._find_scales()
+        sizes = [scale.shape[1] for scale in self._scales.values()]
+        self.parameters = torch.zeros(sum(sizes), device=replay.response.device, requires_grad=True)
+        self._sizes = sizes
+
+    def _find_scales(self) -> dict[int, Tensor]:
+        """By gap, the change of its weights for each of its parameters: a matrix with one column for each."""
+        replay, batch = self.replay, self.replay.batches[0]
+        error = float(replay.final_errors(batch, self.computed, self._start).mean().sqrt())
+        rollout, scales = Rollout(batch), {}
+        for step in self.computed:
+            replay.compute(rollout, step)
+            if step not in self._gaps:
+                continue
+            gap, anchors = self._gaps[step]
+            table = self._start[step]
+            features = rollout.features(step, len(anchors), replay.part_sets(len(table) > 1))
+            values, vectors = torch.linalg.eigh((features @ features.T / features.shape[1]).cpu())
+            reach = float(replay.response[-1, gap].sum().abs().clamp_min(1e-6))
+            columns = vectors / (values.clamp_min(0) + _DAMPING * values[-1]).sqrt() * error / reach
+            scales[step] = columns.float().to(table.device)
+            replay.hold(rollout, gap, table)
+        return scales
+
+    def tables(self, parameters: Tensor) -> dict[int, Tensor]:
+        """The weights of each gap."""
+        found = {}
+        for (step, start), part in zip(self._start.items(), torch.split(parameters, self._sizes), strict=True):
+            change = (self._scales[step] @ part).reshape(len(start), 1, -1)
+            found[step] = start + change
+        return found
+
+    def loss(self, batch: RecordedBatch, parameters: Tensor) -> Tensor:
+        """The mean log of the squared error of the final latents."""
+        errors = self.replay.final_errors(batch, self.computed, self.tables(parameters))
+        return (errors + 1e-12).log().mean()
+
+    @torch.no_grad()
+    def weights(self) -> dict[int, Weights]:
+        """The weights of all held steps."""
+        found = {}
+        for step, table in self.tables(self.parameters).items():
+            gap, anchors = self._gaps[step]
+            for held, values in zip(range(gap.start, gap.stop), table.transpose(0, 1).double().cpu(), strict=True):
+                found[held] = Weights(anchors, tuple(values.flatten().tolist()))
+        return found
+
+
+def _backward(plan: TrainedPlan, batches: Sequence[RecordedBatch]) -> bool:
+    """Add the gradient of the loss; False if the backward does not fit into memory or is not implemented."""
+    total = sum(batch.size for batch in batches)
+    for recompute in (False, True) if not plan.replay.recompute else (True,):
+        plan.replay.recompute = recompute
+        plan.parameters.grad = torch.zeros_like(plan.parameters)
+        try:
+            for batch in batches:
+                with torch.enable_grad():
+                    loss = plan.loss(batch, plan.parameters) * (batch.size / total)
+                torch.autograd.backward(loss)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        except (RuntimeError, NotImplementedError):
+            return False
+        else:
+            return bool(plan.parameters.grad.isfinite().all())
+    return False
+
+
+@torch.no_grad()
+def _differences(plan: TrainedPlan, batches: Sequence[RecordedBatch]) -> Tensor:
+    """An estimate of the gradient, from the loss at parameters moved by +e and -e for random e."""
+    gradient, total = torch.zeros_like(plan.parameters), sum(batch.size for batch in batches)
+    for _ in range(_DIRECTIONS):
+        direction = torch.randn_like(gradient)
+        change = _STEP / math.sqrt(gradient.numel()) * direction
+        for batch in batches:
+            ahead, behind = (plan.loss(batch, plan.parameters + sign * change) for sign in (1, -1))
+            slope = (ahead - behind) / (2 * _STEP / math.sqrt(gradient.numel()))
+            gradient += direction * slope * (batch.size / total / _DIRECTIONS)
+    return gradient
+
+
+@contextmanager
+def _differentiable(replay: Replay) -> Iterator[None]:
+    """The transformers without gradients of their own, with gradient checkpointing if they are large."""
+    modules: list[Any] = replay.modules
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    large = [m for m in modules if sum(p.numel() for p in m.parameters()) > _LARGE]
+    blocks = [m for m in large if getattr(m, "_supports_gradient_checkpointing", False)]
+    blocks = [m for m in blocks if not m.is_gradient_checkpointing]
+    replay.recompute = len(blocks) < len(large)
+    for module in blocks:
+        module.enable_gradient_checkpointing()
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        replay.recompute = False
+        for module in blocks:
+            module.disable_gradient_checkpointing()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
