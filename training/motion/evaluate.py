@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from clips import Clips, chosen_rows, describe, load_split, normalize
-from export import load_run
+from network import load_run
 
 from holdover.zoo.motion import MOTIONS, EmojiMotionPipeline
 

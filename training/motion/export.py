@@ -9,30 +9,15 @@ safetensors and JSON alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
-from network import SHARD_BYTES, Shape, Velocity, make_pipeline, make_text_encoder, make_transformer
-from tokenizers import Tokenizer
-
-from holdover.zoo.motion import EmojiMotionPipeline
+from network import SHARD_BYTES, load_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "emoji"))
 
 from export import name_tokenizer_plainly
-from model import load_shards, wrap_tokenizer
-
-
-def load_run(folder: Path, weights: str = "best") -> EmojiMotionPipeline:
-    """The pipeline of a training run, in float32, with the best or the last weights."""
-    about = json.loads((folder / "run.json").read_text())
-    shape = Shape(**about["shape"])
-    velocity = Velocity(make_text_encoder(shape), make_transformer(shape)).eval()
-    velocity.load_state_dict({name: tensor.float() for name, tensor in load_shards(folder / weights).items()})
-    tokenizer = wrap_tokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    return make_pipeline(velocity, tokenizer, about["pixel_mean"], about["pixel_std"])
 
 
 def main() -> None:

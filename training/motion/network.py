@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import BertModel, PreTrainedTokenizerFast
 
@@ -118,3 +120,15 @@ def make_pipeline(
         sample_size=SIZE,
         sample_frames=FRAMES,
     )
+
+
+def load_run(folder: Path, weights: str = "best") -> EmojiMotionPipeline:
+    """The pipeline of a training run, in float32, with the best or the last weights."""
+    about = json.loads((folder / "run.json").read_text())
+    shape = Shape(**about["shape"])
+    velocity = Velocity(make_text_encoder(shape), make_transformer(shape)).eval()
+    velocity.load_state_dict(
+        {name: tensor.float() for name, tensor in emoji_model.load_shards(folder / weights).items()}
+    )
+    tokenizer = emoji_model.wrap_tokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return make_pipeline(velocity, tokenizer, about["pixel_mean"], about["pixel_std"])
