@@ -34,7 +34,7 @@ def pipe() -> EmojiMotionPipeline:
         patch_size=(1, 4, 4),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=3,
+        in_channels=6,
         out_channels=3,
         text_dim=WIDTH,
         freq_dim=16,
