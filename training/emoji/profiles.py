@@ -78,7 +78,7 @@ def main() -> None:
     """Measure and ship."""
     torch.set_num_threads(1)
     name = sys.argv[1] if len(sys.argv) > 1 else "emoji"
-    pipe = holdover.load(name)
+    pipe = holdover.load(name).to("cuda" if torch.cuda.is_available() else "cpu")
     tea, mag = measure(pipe, PROMPTS[name])
     ship(identify(tea, name, pipe), "teacache.json")
     ship(identify(mag, name, pipe), "magcache.json")
