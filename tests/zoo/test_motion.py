@@ -1,4 +1,4 @@
-"""EmojiMotionPipeline behaves like WanPipeline (tiny, untrained)."""
+"""EmojiMotionPipeline behaves like WanPipeline (tiny, untrained), and the shipped weights are what they claim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import holdover
-from holdover.zoo.motion import EmojiMotionPipeline
+from holdover.zoo.motion import MOTIONS, STYLES, WEIGHTS, EmojiMotionPipeline
 
 WORDS = ["[PAD]", "[UNK]", "spinning", "red", "apple", "dog"]
 WIDTH, SHAPE = 16, (1, 3, 5, 8, 8)
@@ -34,7 +34,7 @@ def pipe() -> EmojiMotionPipeline:
         patch_size=(1, 4, 4),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=6,
+        in_channels=3,
         out_channels=3,
         text_dim=WIDTH,
         freq_dim=16,
@@ -152,3 +152,20 @@ def test_caches_hold_steps_and_nothing_at_threshold_0(pipe: EmojiMotionPipeline)
     with holdover.enable(pipe, "mag_cache", calibrate=True) as cache:
         assert torch.equal(generate(pipe, num_inference_steps=8), plain)
     assert torch.equal(generate(pipe, num_inference_steps=8), plain)
+
+
+def test_shipped_model() -> None:
+    files = [path for path in WEIGHTS.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".md"}
+    assert sum(path.stat().st_size for path in files) <= 15_000_000
+    pipe = holdover.load("emoji-motion")
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.float32
+    words = [*MOTIONS, *STYLES.values(), *pipe.calibration_prompts()]
+    assert all(pipe.tokenizer.unk_token_id not in ids for ids in pipe.tokenizer(words)["input_ids"])
+    clip = generate(pipe, "sliding right blue heart, google noto style", num_inference_steps=8)[0]
+    assert clip.shape == (9, 3, 48, 48)
+    ink = (1 - clip).sum((1, 2))  # of each column
+    place = (ink * torch.arange(48)).sum(1) / ink.sum(1)
+    assert (place.diff() > 0).all(), "it slides to the right"
+    assert clip[4, :, 20:28, 20:28].mean((1, 2)).argmax() == 2, "it is blue"

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "emoji"))
 import model as emoji_model
 
 from holdover.zoo.motion import FRAMES, SIZE, EmojiMotionPipeline
-from holdover.zoo.motion.pipeline import with_places
 
 SHIFT = 3.0  # 9 frames of one object are noisier than they look: the square root of their number
 SHARD_BYTES = 15_000_000
@@ -35,7 +34,7 @@ class Shape:
     patch: int = 6
     text_heads: int = 3
     text_layers: int = 2
-    vocabulary: int = 2304
+    vocabulary: int = 2560
 
     @property
     def text(self) -> emoji_model.Shape:
@@ -58,7 +57,7 @@ def make_transformer(shape: Shape) -> WanTransformer3DModel:
         patch_size=(1, shape.patch, shape.patch),
         num_attention_heads=shape.heads,
         attention_head_dim=shape.head_dim,
-        in_channels=6,  # pixels, and where they are
+        in_channels=3,
         out_channels=3,
         text_dim=shape.text.width,
         freq_dim=256,
@@ -100,7 +99,7 @@ class Velocity(nn.Module):
         mask = captions != 0
         states = self.text_encoder(input_ids=captions, attention_mask=mask.long()).last_hidden_state
         velocity: torch.Tensor = self.transformer(
-            hidden_states=with_places(noisy),
+            hidden_states=noisy,
             timestep=1000 * times,
             encoder_hidden_states=states * mask[..., None],
             return_dict=False,

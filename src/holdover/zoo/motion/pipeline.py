@@ -1,7 +1,6 @@
 """EmojiMotionPipeline: text to short clips of moving emoji with a small Wan transformer on pixels, without a VAE.
 
-The "latents" are normalized pixels, (B, 3, frames, height, width). The transformer gets three more channels, which
-say where a pixel is, as Wan's image-to-video models get the image: with rotary positions alone it learns slower.
+The "latents" are normalized pixels, (B, 3, frames, height, width).
 """
 
 from __future__ import annotations
@@ -19,13 +18,6 @@ from diffusers.video_processor import VideoProcessor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..pixels import Generators, PixelPipeline, Prompts, StepCallback, Tensors, count_prompts
-
-
-def with_places(latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, 3, F, H, W) with three more channels: frame, row and column, each from -1 to 1."""
-    axes = [torch.linspace(-1, 1, size, device=latents.device, dtype=latents.dtype) for size in latents.shape[2:]]
-    places = torch.stack(torch.meshgrid(*axes, indexing="ij"))
-    return torch.cat([latents, places.expand(len(latents), -1, -1, -1, -1)], 1)
 
 
 class EmojiMotionPipeline(PixelPipeline):
@@ -89,7 +81,7 @@ class EmojiMotionPipeline(PixelPipeline):
         def branch(name: str, prefix: str) -> torch.Tensor:
             with self.transformer.cache_context(name):
                 output: torch.Tensor = self.transformer(
-                    hidden_states=with_places(tensors["latents"]),
+                    hidden_states=tensors["latents"],
                     timestep=timestep,
                     encoder_hidden_states=tensors[f"{prefix}prompt_embeds"],
                     return_dict=False,
@@ -140,7 +132,7 @@ class EmojiMotionPipeline(PixelPipeline):
             negatives = negative_prompt if isinstance(negative_prompt, list) else [negative_prompt or ""] * count
             states = self.encode_prompt(negatives, num_videos_per_prompt, device, negative_prompt_embeds)
             tensors["negative_prompt_embeds"] = states
-        shape = (count * num_videos_per_prompt, self.transformer.config.out_channels, frames, height, width)
+        shape = (count * num_videos_per_prompt, self.transformer.config.in_channels, frames, height, width)
         tensors["latents"] = self._noise(shape, device, generator, latents)
         tokens = frames * height * width // (patch[1] * patch[2])
         timesteps = self.prepare_timesteps(steps, sigmas, tokens, device)
