@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "emoji"))
 
 from dataset import read
 from model import save_shards
-from train import Clock, keep_tokenizer
+from train import Clock, Muon, keep_tokenizer
 
 EVAL_TIMES = (0.3, 0.5, 0.7, 0.85, 0.95)
 
@@ -69,44 +69,6 @@ def flow_loss(
     with torch.autocast(clips.device.type, torch.bfloat16):
         velocity = model(noisy, times, captions)
     return (velocity.float() - (noise - clips)).square().mean()
-
-
-def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices (N, m, n) with all singular values near 1, by Newton-Schulz iterations in bfloat16."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices).bfloat16()
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized (https://kellerjordan.github.io/posts/muon); matrices of one shape are updated together.
-
-    Updates have the size of AdamW's (arXiv 2502.16982).
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], rate: float, decay: float, momentum: float = 0.95) -> None:
-        shapes: dict[torch.Size, list[nn.Parameter]] = {}
-        for matrix in matrices:
-            shapes.setdefault(matrix.shape, []).append(matrix)
-        groups = [{"params": alike} for alike in shapes.values()]
-        super().__init__(groups, {"lr": rate, "weight_decay": decay, "momentum": momentum})
-        for matrix in matrices:
-            self.state[matrix]["momentum"] = torch.zeros_like(matrix)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            alike, rate, keep = group["params"], group["lr"], group["momentum"]
-            gradients = [matrix.grad for matrix in alike]
-            averages = [self.state[matrix]["momentum"] for matrix in alike]
-            torch._foreach_lerp_(averages, gradients, 1 - keep)
-            updates = orthogonalize(torch.stack(torch._foreach_lerp(gradients, averages, keep)))
-            torch._foreach_mul_(alike, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(alike, list(updates.unbind()), alpha=-rate * 0.2 * math.sqrt(max(alike[0].shape)))
 
 
 def embed_by_product(patches: nn.Conv3d) -> None:
