@@ -7,6 +7,8 @@ rows of images in README. `python examples/demo.py FOLDER` writes to another fol
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import holdover
 from holdover.cli.application import one_line_errors
 from holdover.cli.generation import run_and_report
 from holdover.compare import Comparison, MethodCandidate, Results, Row
+from holdover.metrics import as_images, each, psnr
 from holdover.selector import methods
 
 PROMPTS = (
@@ -38,7 +41,13 @@ HOLD_NOTHING: dict[str, dict[str, float]] = {
     "mag_cache": {"mag_threshold": 0.0},
     "cache_dit": {"residual_diff_threshold": 0.0},
 }
-CELL, IMAGE, LABEL, GAP = 124, 112, 252, 14
+CLIP, CLIP_STEPS = "a bouncing blue heart", 20
+FILMED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("uncached", "none", {}),
+    ("easy_cache", "easy_cache", {"threshold": 0.05}),
+    ("mag_cache", "mag_cache", {"mag_threshold": 0.12, "mag_max_skip_steps": 3, "mag_retention_ratio": 0.2}),
+)
+IMAGE, FRAME, LABEL, GAP = 112, 72, 252, 12
 
 
 def comparison() -> Comparison:
@@ -83,23 +92,45 @@ def describe(row: Row, results: Results) -> list[str]:
     return [name, f"{steps} steps, {seconds:.1f} s, {speed:.1f}x", f"PSNR {psnr.mean:.1f} dB, worst {psnr.worst:.1f}"]
 
 
-def write_sheet(results: Results, folder: Path, path: Path, scale: int = 2) -> None:
-    """Write one image with a row of images per method, and its time and PSNR next to it."""
-    rows = select_rows(results)
+def write_sheet(rows: Sequence[tuple[list[str], list[Image.Image]]], path: Path, image: int, scale: int = 2) -> None:
+    """Write one image: rows of images, each with lines of text on its left."""
     bold, plain = ImageFont.load_default(17 * scale), ImageFont.load_default(14 * scale)
-    width, height = LABEL + len(PROMPTS) * CELL, len(rows) * (IMAGE + GAP) + GAP
+    width, height = LABEL + len(rows[0][1]) * (image + GAP), len(rows) * (image + GAP) + GAP
     canvas = Image.new("RGB", (width * scale, height * scale), "white")
     pen = ImageDraw.Draw(canvas)
-    for y, row in enumerate(rows):
-        top = GAP + y * (IMAGE + GAP)
-        for line, text in enumerate(describe(row, results)):
-            place = (GAP * scale, (top + 24 + 23 * line) * scale)
+    for y, (lines, images) in enumerate(rows):
+        top = GAP + y * (image + GAP)
+        for line, text in enumerate(lines):
+            place = (GAP * scale, (top + image // 2 - 32 + 23 * line) * scale)
             pen.text(place, text, "#111" if line == 0 else "#555", bold if line == 0 else plain)
-        for x, name in enumerate(row.images):
-            with Image.open(folder / name) as small:
-                large = small.resize((IMAGE * scale, IMAGE * scale), Image.Resampling.BICUBIC)
-            canvas.paste(large, ((LABEL + x * CELL) * scale, top * scale))
+        for x, small in enumerate(images):
+            large = small.resize((image * scale, image * scale), Image.Resampling.BICUBIC)
+            canvas.paste(large, ((LABEL + x * (image + GAP)) * scale, top * scale))
     canvas.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def film(path: Path) -> None:
+    """Write a film strip of one clip of the video model: uncached, with each method, and with fewer steps instead."""
+    pipe = holdover.load("emoji-motion")
+    pipe.set_progress_bar_config(disable=True)
+    rows: list[tuple[list[str], list[Image.Image]]] = []
+    clips: list[torch.Tensor] = []
+    usual, fewest = 0.0, CLIP_STEPS
+    for label, method, settings in (*FILMED, ("fewer steps instead", "none", {})):
+        steps = fewest if label == "fewer steps instead" else CLIP_STEPS
+        with holdover.enable(pipe, method, **settings) as cache:
+            begin = time.process_time()
+            frames = pipe(CLIP, num_inference_steps=steps, generator=torch.Generator().manual_seed(0)).frames
+            seconds = time.process_time() - begin
+            computed = cache.stats().generations[-1].computed["cond"]
+        clips.append(as_images(frames))
+        usual, fewest = usual or seconds, min(fewest, computed)
+        lines = [label, f"{computed} of {CLIP_STEPS} steps, {seconds:.1f} s, {usual / seconds:.1f}x"]
+        lines += [CLIP if len(clips) == 1 else f"PSNR {each(psnr, clips[-1], clips[0]).item():.1f} dB"]
+        print("  ".join(lines))
+        stills = (clips[-1][0].movedim(1, -1) * 255).round().byte().numpy()
+        rows.append((lines, [Image.fromarray(still) for still in stills]))
+    write_sheet(rows, path, FRAME)
 
 
 def main() -> None:
@@ -117,8 +148,12 @@ def main() -> None:
             print(f"{row.label:<26}{branch:<8}{strip}")
     pipe.set_progress_bar_config(disable=True)
     check_identity(pipe)
-    write_sheet(results, folder, folder / "emoji.png")
-    print(f"\nThe report is {folder / 'report.html'}, the rows of images are {folder / 'emoji.png'}.")
+    images = {row.label: [Image.open(folder / name) for name in row.images] for row in select_rows(results)}
+    write_sheet(
+        [(describe(row, results), images[row.label]) for row in select_rows(results)], folder / "emoji.png", IMAGE
+    )
+    film(folder / "motion.png")
+    print(f"\nThe report is {folder / 'report.html'}; rows of images are in emoji.png and motion.png next to it.")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdover.errors import HoldoverWarning
+from holdover.zoo import MODELS
 
 from .. import RESULTS, ROOT
 from .verdict import markdown, plot
@@ -24,7 +25,8 @@ from .verdict import markdown, plot
 def main() -> int:
     """Measure, or plot an existing file; the exit status is the number of parts that failed."""
     options = _options()
-    out: Path = options.out or RESULTS / ("quality_quick.json" if options.quick else "quality.json")
+    name = "quality" if options.model == "emoji" else f"quality_{options.model}"
+    out: Path = options.out or RESULTS / (f"{name}_quick.json" if options.quick else f"{name}.json")
     if options.what == "run":
         _run(options, out)
     figures: dict[str, Any] = json.loads(out.read_text())
@@ -45,6 +47,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("run", "time", "plot"), default="run")
+    parser.add_argument("--model", default="emoji", choices=MODELS, help="a built-in model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=None, help="how many of the 128 test prompts")
     parser.add_argument("--batch", type=int, default=None, help="images per batch")
@@ -68,7 +71,7 @@ def _run(options: argparse.Namespace, out: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", HoldoverWarning)
-    given = {name: value for name in ("prompts", "batch") if (value := getattr(options, name)) is not None}
+    given = {name: value for name in ("model", "prompts", "batch") if (value := getattr(options, name)) is not None}
     scale = dataclasses.replace(QUICK if options.quick else Scale(), **given)
     if options.jobs > 1:
         measure_side_by_side(scale, sys.argv[1:], out, options.part, options.jobs)

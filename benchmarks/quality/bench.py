@@ -23,7 +23,7 @@ from torch import Tensor
 
 import holdover
 from holdover.compare import SecondOrderScheduler
-from holdover.metrics import METRICS, Summary, lpips, psnr, ssim
+from holdover.metrics import METRICS, Summary, each, lpips, psnr, ssim
 from holdover.profiles import Profile
 
 # How much is measured
@@ -33,6 +33,7 @@ from holdover.profiles import Profile
 class Scale:
     """How much is measured. Budgets are computed steps; only other methods are measured at those in `beyond`."""
 
+    model: str = "emoji"
     prompts: int = 128
     batch: int = 64
     steps: int = 50
@@ -92,7 +93,7 @@ QUICK = Scale(
     confidence=0.5,
     noises=(0.05,),
     repeats=1,
-    call={"height": 32, "width": 32},
+    call={"height": 24, "width": 24},
 )
 
 
@@ -182,7 +183,9 @@ def count_steps(pipe: Any) -> Iterator[Count]:
         found, calls = calls, 0
         return found / (2 if pipe.do_classifier_free_guidance else 1)
 
-    handle = pipe.transformer.single_transformer_blocks[-1].attn.to_q.register_forward_hook(add)
+    stacks = ("single_transformer_blocks", "blocks")
+    last = next(stack for name in stacks if (stack := getattr(pipe.transformer, name, None)) is not None)[-1]
+    handle = (last.attn1 if hasattr(last, "attn1") else last.attn).to_q.register_forward_hook(add)
     try:
         yield count
     finally:
@@ -206,7 +209,7 @@ def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
 # Images and figures
 
 
-PROMPTS = Path(__file__).parent / "prompts.txt"
+PROMPTS = {"emoji": "prompts.txt", "emoji-motion": "prompts_motion.txt"}  # of each built-in model
 GUIDANCE = 3.0
 FIRST_SEED, SEARCH_SEED = 2_000_000, 3_000_000  # of the test and search images; calibration and tuning use others
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
@@ -239,14 +242,15 @@ class Generated:
 
 
 class Bench:
-    """The built-in model with the test prompts; references and profiles are computed once."""
+    """A built-in model with the test prompts; references and profiles are computed once."""
 
     def __init__(self, scale: Scale, device: str) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self.scale = scale
-        self.pipe = holdover.load("emoji").to(device)
+        self.pipe = holdover.load(scale.model).to(device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.prompts = PROMPTS.read_text(encoding="utf-8").splitlines()[: scale.prompts]
+        prompts = Path(__file__).with_name(PROMPTS[scale.model]).read_text(encoding="utf-8")
+        self.prompts = prompts.splitlines()[: scale.prompts]
         self.calibration_prompts = self.pipe.calibration_prompts()
         self.search_prompts = self.calibration_prompts[-scale.searched :]
         self.folder = TemporaryDirectory()
@@ -275,13 +279,13 @@ class Bench:
     def score(self, method: Method, sampling: Sampling) -> tuple[float, float]:
         """Computed steps and mean PSNR on the prompts that settings are searched on, none of which is tested."""
         generated = self.generate(method, sampling, searched=True)
-        values = psnr(generated.images, self.reference(sampling, searched=True))
+        values = each(psnr, generated.images, self.reference(sampling, searched=True))
         return generated.computed, Summary.of(values.tolist()).mean
 
     def row(self, method: Method, sampling: Sampling, wanted: int) -> Row:
         """All figures of one method over all prompts."""
         reference, generated = self.reference(sampling), self.generate(method, sampling)
-        figures = {metric.__name__: metric(generated.images, reference) for metric in (psnr, ssim, lpips)}
+        figures = {metric.__name__: each(metric, generated.images, reference) for metric in (psnr, ssim, lpips)}
         return {
             "method": method.title,
             "steps": sampling.steps,

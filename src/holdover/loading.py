@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Config, setting
 from .errors import ConfigError, did_you_mean
-from .zoo import MODELS
+from .zoo import MODELS, find
 
 if TYPE_CHECKING:
     import torch
@@ -218,15 +218,13 @@ def _read_pipeline(model: str, dtype: torch.dtype) -> Any:
     """A pipeline on the CPU: a model of the package, a folder, or a checkpoint by its id."""
     from diffusers import DiffusionPipeline
 
-    from .zoo.emoji import WEIGHTS, EmojiPipeline
-
-    source = WEIGHTS if model in MODELS else Path(model).expanduser()
+    source = find(model)[1] if model in MODELS else Path(model).expanduser()
     index = source / "model_index.json"
     try:
-        emoji = index.exists() and json.loads(index.read_text("utf-8")).get("_class_name") == EmojiPipeline.__name__
+        name = json.loads(index.read_text("utf-8")).get("_class_name") if index.exists() else ""
         options = {"dtype": dtype, "local_files_only": source.is_dir(), "use_safetensors": True}
         with _quiet_libraries():
-            cls = EmojiPipeline if emoji else DiffusionPipeline
+            cls: Any = {own.__name__: own for own, _ in map(find, MODELS)}.get(name, DiffusionPipeline)
             return cls.from_pretrained(str(source) if source.is_dir() else model, **options)
     except (OSError, ValueError, AttributeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -282,9 +280,9 @@ def _quantize(transformer: torch.nn.Module) -> None:
 def image_size(pipe: Any) -> tuple[int, int]:
     """Width and height of the images that a pipeline generates by default."""
     from .engine.backend import find_transformers
-    from .zoo.emoji import EmojiPipeline
+    from .zoo.pixels import PixelPipeline
 
-    if isinstance(pipe, EmojiPipeline):
+    if isinstance(pipe, PixelPipeline):
         side = int(pipe.config.sample_size)
     else:
         transformer: Any = next(iter(find_transformers(pipe).values()))

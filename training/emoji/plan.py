@@ -1,6 +1,6 @@
-"""Measure the built-in model for plans: calibrate, certify three targets, write the profile.
+"""Measure a built-in model for plans: calibrate, certify three targets, write the profile.
 
-    python training/emoji/plan.py --device cuda --out src/holdover/profiles/emoji.safetensors
+    python training/emoji/plan.py --model emoji --device cuda --out src/holdover/profiles/emoji.safetensors
 
 Only prompts of the model's own list are used; benchmarks/quality has different ones.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import holdover
+import holdover.zoo
 
 STEPS = 50
 CALIBRATED_ON = 16
@@ -21,6 +22,7 @@ TARGETS = ("psnr>=30", "psnr>=35", "psnr>=40")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="emoji", choices=holdover.zoo.MODELS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=64)
@@ -28,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
-    pipe = holdover.load("emoji").to(arguments.device)
+    pipe = holdover.load(arguments.model).to(arguments.device)
     prompts = pipe.calibration_prompts()
     profile = holdover.calibrate(
         pipe,
@@ -36,7 +38,7 @@ def main() -> None:
         STEPS,
         guidance_scale=3.0,
         batch_size=CALIBRATED_ON,
-        name="emoji",
+        name=arguments.model,
         effort=arguments.effort,
     )
     profile.save(arguments.out)

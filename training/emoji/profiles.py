@@ -1,6 +1,6 @@
-"""Measure TeaCache coefficients and MagCache ratios of the shipped model, and write them to the shipped profiles.
+"""Measure TeaCache coefficients and MagCache ratios of the shipped models, and write them to the shipped profiles.
 
-    python training/emoji/profiles.py
+    python training/emoji/profiles.py [emoji-motion]
 
 Prompts use concepts of the training set, at 50 steps and guidance 3; the images are discarded.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,34 +24,42 @@ from holdover.teacache import estimate_coefficients
 PROFILES = Path(__file__).resolve().parents[2] / "src/holdover/profiles"
 STEPS, GUIDANCE = 50, 3.0
 P = TypeVar("P", bound=Profile)
-PROMPTS = (
-    "dog face, glossy 3d style",
-    "pizza, twitter style",
-    "rocket, microsoft flat style",
-    "evergreen tree, google noto style",
-)
+PROMPTS = {
+    "emoji": (
+        "dog face, glossy 3d style",
+        "pizza, twitter style",
+        "rocket, microsoft flat style",
+        "evergreen tree, google noto style",
+    ),
+    "emoji-motion": (
+        "spinning dog face, glossy 3d style",
+        "bouncing pizza, twitter style",
+        "rocket, glossy 3d style",
+        "sliding left evergreen tree, google noto style",
+    ),
+}
 
 
-def measure() -> tuple[TeaCacheProfile, MagCacheProfile]:
+def measure(pipe: Any, texts: Sequence[str]) -> tuple[TeaCacheProfile, MagCacheProfile]:
     """Both profiles, from the same prompts and seeds."""
-    pipe = holdover.load("emoji")
     call: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
-    prompts = [{"prompt": p, "generator": torch.Generator().manual_seed(i)} for i, p in enumerate(PROMPTS)]
+    prompts = [{"prompt": p, "generator": torch.Generator().manual_seed(i)} for i, p in enumerate(texts)]
     tea = estimate_coefficients(pipe, prompts, **call)
     with holdover.enable(pipe, "mag_cache", calibrate=True) as cache:
-        for i, prompt in enumerate(PROMPTS):
+        for i, prompt in enumerate(texts):
             pipe(prompt, generator=torch.Generator().manual_seed(i), **call)
         return tea, cache.calibration()
 
 
-def identify(profile: P) -> P:
-    """The profile under its shipped name, with the config values that distinguish this model from FLUX.1."""
+def identify(profile: P, name: str, pipe: Any) -> P:
+    """The profile under its shipped name, with the config values that distinguish this model from its family."""
+    keys = {"emoji": ("in_channels", "num_single_layers"), "emoji-motion": ("in_channels", "num_layers")}[name]
     return dataclasses.replace(
         profile,
-        name="emoji",
-        model="emoji, the model in the box",
-        match=(("in_channels", 48), ("num_single_layers", 8)),
-        pipelines=("EmojiPipeline",),
+        name=name,
+        model=f"{name}, a model in the box",
+        match=tuple((key, pipe.transformer.config[key]) for key in keys),
+        pipelines=(type(pipe).__name__,),
         source=(*profile.source, ("recipe", "training/emoji/profiles.py"), ("guidance", str(GUIDANCE))),
     )
 
@@ -67,9 +77,11 @@ def ship(profile: Profile, file: str) -> None:
 def main() -> None:
     """Measure and ship."""
     torch.set_num_threads(1)
-    tea, mag = measure()
-    ship(identify(tea), "teacache.json")
-    ship(identify(mag), "magcache.json")
+    name = sys.argv[1] if len(sys.argv) > 1 else "emoji"
+    pipe = holdover.load(name).to("cuda" if torch.cuda.is_available() else "cpu")
+    tea, mag = measure(pipe, PROMPTS[name])
+    ship(identify(tea, name, pipe), "teacache.json")
+    ship(identify(mag, name, pipe), "magcache.json")
     fit = tea.fit("")
     print(f"coefficients {fit.coefficients}, R^2 {fit.r_squared:.3f}, range {fit.low:.3f} to {fit.high:.3f}")
     for branch, ratios in mag.branches:
