@@ -57,7 +57,7 @@ def test_a_shipped_profile_says_where_it_comes_from(profile: MethodProfile) -> N
 def test_a_shipped_profile_is_for_a_class_and_for_pipelines_of_diffusers(profile: MethodProfile) -> None:
     vllm_omni = ("Bagel", "SenseNovaU1ForCausalLM", "HunyuanImage3Pipeline")  # models that diffusers does not have
     assert hasattr(diffusers, profile.transformer_class) or profile.transformer_class in vllm_omni
-    own = ("EmojiPipeline",)
+    own = ("EmojiPipeline", "EmojiMotionPipeline")
     assert all(hasattr(diffusers, name) or name in own for name in profile.pipelines)
 
 
