@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,7 @@ from ..engine.state import ForwardCall, Outcome
 from ..engine.storage import HeldTensors, HeldTuple, Residuals
 from ..errors import UnsupportedModelError
 from ..grid import Grid
-from ..models.inputs import ArgumentKey, unwrap_module
+from ..models.inputs import ArgumentKey, iter_tensors, unwrap_module
 from ..models.trace import Stack, Trace, find_block_lists, get_version
 from ..policies.base import Decision, Policy
 from .config import MagCacheConfig
@@ -118,9 +118,9 @@ class RecordingTrace(Trace):
         self, blocks: str, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         values: dict[ArgumentKey, Any] = dict(enumerate(args)) | dict(kwargs)
-        before = list(_iter_contents(values))
+        before = _list_versions(values)
         output = super().run_block(blocks, index, block, args, kwargs)
-        if list(_iter_contents(values)) != before:
+        if _list_versions(values) != before:
             raise UnsupportedModelError(
                 f"{type(block).__name__} writes to its arguments, which a held step would leave out. "
                 'Use apply_mag_cache_hook or holdover.enable(transformer, "mag_cache"), which know such passes.'
@@ -152,16 +152,22 @@ class RecordingTrace(Trace):
         return residuals
 
 
-def _iter_contents(value: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[int, object]]:
-    """Yield each tensor in a block's arguments, also in caches and other plain objects, with its version."""
-    if isinstance(value, torch.Tensor):
-        yield id(value), get_version(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _iter_contents(item, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        if all(value is not other for other in seen):
-            yield from _iter_contents(vars(value), (*seen, value))
+def open_objects(value: Any, seen: tuple[Any, ...] = ()) -> Any:
+    """A block's arguments with caches and other plain objects as dicts of their attributes."""
+    if isinstance(value, dict):
+        return {key: open_objects(item, seen) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [open_objects(item, seen) for item in value]
+    if isinstance(value, (torch.Tensor, type, nn.Module)) or not hasattr(value, "__dict__"):
+        return value
+    if any(value is other for other in seen):
+        return type(value)
+    return {"type": type(value).__name__} | open_objects(vars(value), (*seen, value))
+
+
+def _list_versions(values: Any) -> list[tuple[int, object]]:
+    """Each tensor in a block's arguments with its version."""
+    return [(id(tensor), get_version(tensor)) for tensor in iter_tensors(open_objects(values))]
 
 
 class HookPasses(BlockPasses):

@@ -3,16 +3,19 @@
 The hooks hold and compute with the engine's policy, block passes and strategies, and share one state per branch.
 `apply_mag_cache_hook` also registers one on the transformer, with an engine in it that finds the step, the branch and
 the stack, which it checks as for every cache. Hooks that are registered on blocks by hand know their blocks alone: each
-call of the head is a step, and the first forward of a branch records how its streams pass through the blocks.
+call of the head is a step, and the first forward of a branch records how its streams pass through the blocks. Models
+for which that does not hold are refused.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from ..profiles import MagCacheRatios
 from .backend import make_policy, resolve_profile
 from .calibration import NEUTRAL, log_calibration, step_figures
 from .config import MagCacheConfig
-from .forward import FollowingForward, HookedForward, HookPasses, RecordingForward, TransformerHook
+from .forward import FollowingForward, HookedForward, HookPasses, RecordingForward, TransformerHook, open_objects
 from .state import MagCacheState
 from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, Residual, StrategyPasses
 
@@ -40,6 +43,10 @@ logger = logging.getLogger(__name__)
 NO_TAIL = (
     "The last forward did not reach a tail hook, so that nothing can be held: register a MagCacheBlockHook with "
     "is_tail=True on the last block that the model calls, with the state manager of the head, or use holdover.enable."
+)
+RUNS_AGAIN = (
+    "{} calls the head twice in one forward, so that hooks on blocks alone cannot count its steps. "
+    'Use apply_mag_cache_hook or holdover.enable(transformer, "mag_cache").'
 )
 
 
@@ -134,6 +141,7 @@ class MagCacheHeadHook(MagCacheHook):
         self._residual_of = strategy if strategy is not None and strategy.overrides_residual else None
         self.passes = HookPasses() if self._residual_of is None else StrategyPasses(self._residual_of)
         self._transformer = transformer
+        self._owner: nn.Module | None = None  # the module whose forward calls the block, once that is known
         self._policies: dict[tuple[str, Grid], Policy] = {}
         self._policies_of: MagCacheConfig | None = None
 
@@ -150,7 +158,7 @@ class MagCacheHeadHook(MagCacheHook):
         elif torch.is_grad_enabled() or module.training:
             return self._run_uncached(args, kwargs)
         else:
-            state = self._enter(args, kwargs)
+            state = self._enter(module, args, kwargs)
         if state is None:
             return self.fn_ref.original_forward(*args, **kwargs)
         starts = state.forward is None  # not where the model runs its blocks once more in the same forward
@@ -183,15 +191,16 @@ class MagCacheHeadHook(MagCacheHook):
         logger.debug("step %s computed", state.step_index)
         return output
 
-    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MagCacheState:
+    def _enter(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MagCacheState:
         """Start a forward, without a guide: locate the step, drop what does not fit these inputs, and decide."""
         state: MagCacheState
         hint, state = enter_branch(self.state_manager)
+        self._mark_forward(module, state)
         if state.forward is not None:
             state.reset()
             raise UnsupportedModelError(NO_TAIL)
         tensors: list[torch.Tensor] = []
-        structure = describe_structure([args, kwargs], tensors)
+        structure = describe_structure(open_objects([args, kwargs]), tensors)
         signature: Any = (structure, [(t.shape, t.dtype, t.device) for t in tensors])
         if hint.step_index is not None:
             if hint.step_index < state.step_index:
@@ -205,6 +214,35 @@ class MagCacheHeadHook(MagCacheHook):
         policy = self.find_policy(hint.name or NO_BRANCH, Grid(state.num_inference_steps))
         state.should_compute = policy.decide(state.step_index, None, state).compute
         return state
+
+    def _mark_forward(self, module: nn.Module, state: MagCacheState) -> None:
+        """Leave a mark in the running call of the transformer's forward; raise where the head has left one before.
+
+        A model that runs its blocks several times in one forward would have each run taken for a step, and from the
+        blocks that cannot be told from a loop over steps. So the head looks up the stack of calls for the module whose
+        block it is. The mark is an additional local variable of that call, which ends with it.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        mark = f"__holdover_head_{id(self)}"
+        while frame is not None:
+            owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+            if isinstance(owner, nn.Module) and owner is not module and self._is_owner(owner, module):
+                if mark in frame.f_locals:
+                    state.reset()
+                    raise UnsupportedModelError(RUNS_AGAIN.format(type(owner).__name__))
+                frame.f_locals[mark] = True
+                return
+            frame = frame.f_back
+
+    def _is_owner(self, candidate: nn.Module, block: nn.Module) -> bool:
+        if candidate is not self._owner and any(
+            block is part
+            for blocks in find_block_lists(candidate).values()
+            for entry in blocks
+            for part in entry.modules()  # the block may be wrapped
+        ):
+            self._owner = candidate
+        return candidate is self._owner
 
     def _make_forward(self, state: MagCacheState) -> HookedForward:
         """The forward that computes or holds as was decided."""
