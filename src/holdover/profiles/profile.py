@@ -351,8 +351,8 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of everything in the profile."""
-        return compute_digest(encode(self.facts), self._arrays())
+        """A hash of everything in the profile but its cost."""
+        return compute_digest(_without_cost(encode(self.facts)), self._arrays())
 
     def with_facts(self, **changes: Any) -> Self:
         """A copy with some facts changed and the same measurements."""
@@ -387,7 +387,7 @@ class Profile:
         except SafetensorError as error:
             raise ProfileError(f"{where} is not a profile, or it is truncated: {error}.") from None
         facts = decode(ProfileFacts, head["facts"], where)
-        if head.get("digest") != compute_digest(head["facts"], arrays):
+        if head.get("digest") != compute_digest(_without_cost(head["facts"]), arrays):
             raise ProfileError(f"{where} is damaged: its contents do not match its digest. Calibrate again.")
         seams = {name.removeprefix("seam."): array for name, array in arrays.items() if name.startswith("seam.")}
         try:
@@ -408,3 +408,8 @@ def _is_square(array: NDArray[np.float64], size: int) -> bool:
 
 def _finite(name: str, values: Iterable[float]) -> None:
     _require(all(math.isfinite(value) for value in values), f"{name} must be finite numbers")
+
+
+def _without_cost(facts: dict[str, Any]) -> dict[str, Any]:
+    """Encoded facts that are the same for every calibration on the same prompts and seed: all but the seconds."""
+    return {name: value for name, value in facts.items() if name != "cost"}
