@@ -88,6 +88,9 @@ def test_statistics_can_be_pickled():
     with holdover.enable(pipe, "mag_cache", mag_ratios=[1.0] * 4, mag_threshold=1.0) as cache:
         run(pipe, **tiny.call(steps=4))
         stats = cache.stats()
+        with pytest.raises(TypeError, match=r"pickle cache\.stats\(\) or cache\.settings"):
+            pickle.dumps(cache)
+        assert pickle.loads(pickle.dumps(cache.settings)) == cache.settings
     assert pickle.loads(pickle.dumps(stats)).as_dict() == stats.as_dict()
 
 

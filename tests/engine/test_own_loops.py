@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -67,6 +69,27 @@ def test_the_timestep_tells_the_step(flux, method, timesteps, name):
         assert generation.steps == STEPS
         assert [record.step for record in generation.forwards] == list(range(STEPS))
         assert generation.trace(generation.branches[0]) == "Ch" * (STEPS // 2)
+
+
+@torch.no_grad()
+def test_parts_of_a_long_video_have_the_scheduler_s_steps(flux):
+    """SkyReelsV2's diffusion forcing steps copies of the scheduler, in one loop for each part of the video."""
+    pipe, inputs = flux
+    with holdover.enable(pipe, "plan", **METHODS["plan"]) as cache:
+        pipe.scheduler.set_timesteps(STEPS, mu=1.0)
+        copies = [copy.deepcopy(pipe.scheduler) for _ in range(2)]
+        for scheduler in copies:
+            scheduler.set_timesteps(STEPS, mu=1.0)
+            latents = inputs["hidden_states"]
+            for t in scheduler.timesteps:
+                with pipe.transformer.cache_context("cond"):
+                    velocity = pipe.transformer(**{**inputs, "hidden_states": latents, "timestep": t.expand(1) / 1000})
+                latents = scheduler.step(velocity[0], t, latents, return_dict=False)[0]
+        assert [generation.steps for generation in cache.stats().generations] == [STEPS] * 2
+        assert [g.trace("cond") for g in cache.stats().generations] == ["Ch" * (STEPS // 2)] * 2
+        with pytest.warns(holdover.HoldoverWarning, match="plan needs the number of steps"):
+            pipe.transformer(**{**inputs, "timestep": torch.full((1,), 0.9)})  # none of the scheduler's
+        assert cache.stats().last.forwards[0].reason == "the number of steps is not known"
 
 
 @NAMES

@@ -171,6 +171,8 @@ def test_check_takes_a_pipeline_with_one_transformer():
     assert holdover.check(pipe, **inputs).ok
     with pytest.raises(holdover.ConfigError, match="hidden_states=..."):
         holdover.check(pipe)
+    with pytest.raises(holdover.ConfigError, match="no argument 'hiden_states'. Did you mean 'hidden_states'"):
+        holdover.check(pipe, hiden_states=inputs["hidden_states"])
     with pytest.raises(holdover.EnableError, match="transformer or transformer_2"):
         holdover.check(PIPELINES["WanPipeline[2.2]"].build(), **inputs)
 

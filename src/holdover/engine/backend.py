@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import reprlib
 from abc import abstractmethod
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..base import CacheBackend, DiffusionCacheConfig
 from ..config import ConfigT
-from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError
+from ..errors import ConfigError, EnableError, NotEnabledError, UnsupportedModelError, did_you_mean
 from ..models.inputs import describe_structure, get_module_class, get_parameter_names, unwrap_module
 from ..policies.base import AlwaysCompute, PolicyState
 from ..stats import Stats
@@ -126,6 +127,15 @@ class EngineBackend(CacheBackend[ConfigT]):
         _, _, state = str(engine.stats()).splitlines()[0].partition(": ")
         return f"<{method} on {type(target).__name__}, enabled: {state}>"
 
+    def __getstate__(self) -> Any:
+        """The state for copy and pickle; an enabled cache has none that would mean anything elsewhere."""
+        if self._engine is not None:
+            raise TypeError(
+                "An enabled cache cannot be copied or pickled, for it belongs to its pipeline: pickle cache.stats() or "
+                "cache.settings, and call holdover.enable on the other pipeline."
+            )
+        return super().__getstate__()
+
     def using(self, **settings: Any) -> AbstractContextManager[None]:
         return self._require_engine().use(self.make_method(self.settings.replaced(**settings)))
 
@@ -221,6 +231,12 @@ def check(transformer: Any, **inputs: Any) -> ReplayReport:
     if not inputs:
         names = ", ".join(f"{name}=..." for name in cached.inputs.names[:3])
         raise ConfigError(f"A check runs one forward of {cached.class_name}: give its arguments, check(..., {names}).")
+    try:
+        inspect.signature(cached.core.forward).bind(**inputs)
+    except TypeError as error:
+        known = cached.inputs.names
+        hints = (f" It has no argument {n!r}.{did_you_mean(n, known)}" for n in inputs if n not in known)
+        raise ConfigError(f"{cached.class_name}.forward: {error}.{''.join(hints)}") from None
     reason = None if cached.family.must_compute is None else cached.family.must_compute(inputs)
     if reason is not None:
         raise EnableError(f"A forward of {cached.class_name} with these inputs is never held: it {reason}.")

@@ -81,6 +81,7 @@ class SchedulerClock:
         self._was_interrupted = False
         self._latents: weakref.ref[torch.Tensor] | None = None  # that the scheduler returned last
         self._keeps_latents = True  # a loop does, until its next forward, unless it blends them with others
+        self._steps_elsewhere = False  # the loop reads this scheduler's timesteps and does not step it
         self.running = False
         self.stepped = False  # since the last forward
 
@@ -108,6 +109,7 @@ class SchedulerClock:
         self._first = self._next = self._grid = None
         self.running, self.stepped = True, False
         self._was_interrupted, self._latents = self._interrupt_flag, None
+        self._steps_elsewhere = False
         self._on_start()
 
     def advance(self, arguments: dict[str, Any], result: Any) -> None:
@@ -160,18 +162,31 @@ class SchedulerClock:
             self._first = int(begin) if begin is not None else self._find_first_step(timestep, runs_up)
         return self._first
 
+    def leave_to_timesteps(self) -> None:
+        """The loop does not step this scheduler: it updates the latents itself, or steps copies of the scheduler."""
+        self.running, self._steps_elsewhere = False, True
+
+    def begins_again(self, timestep: Any, runs_up: bool) -> bool:
+        """Whether such a loop is at the scheduler's first timestep again, as in each part of a long video."""
+        return self._steps_elsewhere and self._find_level(timestep, runs_up) == 0
+
     def _find_first_step(self, timestep: Any, runs_up: bool) -> int:
         """The step with this timestep's noise level: some image-to-image pipelines start late without saying so.
 
         A loop that begins with the last timestep is one that runs backwards, or has a single step.
         """
+        index = self._find_level(timestep, runs_up) or 0
+        return index if index < self.grid.count - 1 else 0
+
+    def _find_level(self, timestep: Any, runs_up: bool) -> int | None:
+        """The index of the scheduler's timestep with the same noise level, if there is one."""
         value = noisiest(timestep, runs_up)
         if value is None:
-            return 0
+            return None
         levels = [1.0 - value * s if runs_up else value * s for s in (1.0, 1.0 / self._train_timesteps)]
         misses = [(abs(level - n) / n, i) for level in levels for i, n in enumerate(self.grid.noise) if n > 0]
         miss, index = min(misses, default=(1.0, 0))
-        return index if miss < _ROUNDING and index < self.grid.count - 1 else 0
+        return index if miss < _ROUNDING else None
 
     def _find_timestep(self, timestep: Any) -> int:
         """The index of a timestep; a view into the scheduler's own tensor tells it without a read."""

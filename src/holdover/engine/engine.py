@@ -51,7 +51,7 @@ class Engine:
         self._ranks: Ranks | None = None
         self._declared_steps: int | None = None
         self._uncached_forwards = 0
-        self._warned_of_few_steps = False
+        self._warned_of_few_steps = self._warned_of_unknown_steps = False
         self._generation = Generation(method)
         self.branch_state: BranchState | None = None  # of the branch that runs or ran last
         self.lock = threading.RLock()  # two pipelines that share a transformer may run in two threads
@@ -154,6 +154,8 @@ class Engine:
             reason = None if method.holds else ALWAYS.reason
             if method.holds and transformer.family.must_compute is not None:
                 reason = transformer.family.must_compute(arguments)
+            if method.needs_steps and not generation.grids[transformer].bounded:
+                reason = reason or "the number of steps is not known"
             if reason is not None:
                 output, decision = plain(*args, **kwargs), Decision(True, reason)
             else:
@@ -249,7 +251,7 @@ class Engine:
         if transformer not in generation.grids:
             if generation.method.holds:
                 refuse_other_caches(transformer.core)
-            grid = self._steps_from(transformer, step)
+            grid = self._steps_from(transformer, step, timestep)
             if grid.bounded and generation.stats.steps is None:
                 generation.stats.steps = grid.length
                 self._warn_of_few_steps(generation.method, grid.length)
@@ -280,16 +282,28 @@ class Engine:
         if moved == step:
             self._timestep_clock.reset()
         else:
-            self._clock.running = False
+            self._clock.leave_to_timesteps()
         return moved
 
-    def _steps_from(self, transformer: CachedTransformer, step: int) -> Grid:
+    def _steps_from(self, transformer: CachedTransformer, step: int, timestep: Any) -> Grid:
         """The steps that run, of which this is the first: the scheduler's, or as many as were declared."""
         if self._clock.running:
             return self._clock.grid.between(step, self._clock.grid.last)
-        declared = self._declared_steps or self._generation.method.declared_steps
-        count = transformer.context.hint.num_inference_steps or declared
-        return Grid(count) if count else Grid.unbounded()
+        method = self._generation.method
+        count = transformer.context.hint.num_inference_steps or self._declared_steps or method.declared_steps
+        if count:
+            return Grid(count)
+        if self._clock.begins_again(timestep, transformer.family.time_runs_up):
+            return self._clock.grid
+        if method.needs_steps and not self._warned_of_unknown_steps:
+            self._warned_of_unknown_steps = True
+            warnings.warn(
+                f"{method.name} needs the number of steps, which nothing tells here, so every step is computed: call "
+                "cache.refresh(transformer, num_inference_steps) before the loop, or enable it on the pipeline.",
+                HoldoverWarning,
+                stacklevel=5,
+            )
+        return Grid.unbounded()
 
     # One generation
 

@@ -44,6 +44,7 @@ class Method(ABC, Generic[ConfigT]):
     follows = False  # whether `on_scheduler_step` is called
     reads_late = False  # whether a signal is read after the decision, at computed steps only
     compares_computed = False  # whether a signal is compared with that of the last computed step, not of the last step
+    needs_steps = False  # whether every step is computed where the number of steps is not known
     least_steps = 8  # with fewer, enabling gains nothing, and the engine says so; 0: it was measured, or asked for
     storage: Storage = ON_DEVICE
 

@@ -13,7 +13,6 @@ from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
 from ..engine.storage import STORAGES
-from ..errors import ConfigError
 from ..grid import Grid
 from ..policies.interval import IntervalPolicy
 from ..predictors import Chebyshev
@@ -50,6 +49,7 @@ class SpectrumMethod(Method[SpectrumConfig]):
     """Spectrum on the residuals of the blocks."""
 
     name = "spectrum"
+    needs_steps = True
 
     def __init__(self, config: SpectrumConfig) -> None:
         super().__init__(config)
@@ -59,11 +59,6 @@ class SpectrumMethod(Method[SpectrumConfig]):
         return IntervalPolicy(self.config.warmup_steps, self.config.interval, self.config.growth, grid)
 
     def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Chebyshev:
-        if not grid.bounded:
-            raise ConfigError(
-                "spectrum needs the number of steps: call cache.refresh(transformer, num_inference_steps) before the "
-                "loop, or enable it on the pipeline."
-            )
         settings, end = self.config, grid.first + grid.length
         return Chebyshev(settings.degree, settings.ridge, settings.share, grid.first, end, depth=grid.length)
 

@@ -136,6 +136,7 @@ class PlanMethod(Method[PlanConfig]):
     """Holds the transformer's output: nothing inside it runs at a held step. Plans each kind of generation once."""
 
     name = "plan"
+    needs_steps = True
     uses_profile = True  # False: plans are made without a profile, even if one ships for this model
 
     def __init__(self, config: PlanConfig, memory: PlanMemory | None = None) -> None:
@@ -221,11 +222,6 @@ class PlanMethod(Method[PlanConfig]):
     def _current_state(self, grid: Grid) -> _GenerationState:
         """The state of the running generation; its plan is made, or found, at the first forward."""
         if self._state is None:
-            if not grid.bounded:
-                raise ConfigError(
-                    "A plan needs the number of steps: call cache.refresh(transformer, num_inference_steps) before "
-                    "the loop, or enable it on the pipeline."
-                )
             running, profile = (self._pipeline, self._transformers, grid), self._profile
             key = (None if profile is None else profile.digest, *generation_key(*running))
             problem = self._memory.problems.get(key)
