@@ -614,7 +614,8 @@ def notes(profiles: Iterable[MethodProfile]) -> str:
     lines = []
     for profile in profiles:
         also = f" Also in {'; '.join(profile.also_in)}." if profile.also_in else ""
-        lines.append(f"- `{profile.name}`: {profile.notes}{also}".replace("<=", "at most "))
+        if profile.notes or also:
+            lines.append(f"- `{profile.name}`: {profile.notes}{also}".replace("<=", "at most "))
     return "\n".join(lines)
 
 

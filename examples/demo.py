@@ -44,6 +44,7 @@ HOLD_NOTHING: dict[str, dict[str, float]] = {
 CLIP, CLIP_STEPS = "a bouncing blue heart", 20
 FILMED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("uncached", "none", {}),
+    ("plan", "plan", {"budget": 9}),
     ("easy_cache", "easy_cache", {"threshold": 0.05}),
     ("mag_cache", "mag_cache", {"mag_threshold": 0.12, "mag_max_skip_steps": 3, "mag_retention_ratio": 0.2}),
 )
