@@ -102,7 +102,7 @@ def test_a_png_has_the_exact_pixels_and_is_resized_on_request() -> None:
     [
         ("WanImageToVideoPipeline[2.2]", (832, 480, 16), (81, 4), 16, "required"),
         ("LTXPipeline", (704, 512, 32), (161, 8), 25, "none"),
-        ("HunyuanVideoPipeline", (1280, 720, 16), (129, 4), 16, "none"),
+        ("HunyuanVideoPipeline", (1280, 720, 16), (129, 4), 24, "none"),
     ],
 )
 def test_a_video_pipeline_describes_its_videos(

@@ -19,6 +19,8 @@ from ..errors import EnableError
 from ..loading import image_size, load_pipeline, require_packages
 from ..metrics import get_images
 from ..plan.calls import keywords_of
+from ..video import RATE_KEYWORDS, default_rate, stream_frames
+from ..video import to_pixels as frame_to_pixels
 from ..zoo import MODELS
 from ..zoo.emoji import STYLES, EmojiPipeline
 from .queue import ImageSpec, Pixels, Size, VideoSpec
@@ -64,7 +66,7 @@ class ServedModel:
         pipeline, parameters = self.pipeline, self.info.parameters
         if isinstance(first, VideoSpec):
             optional["num_frames"] = first.frames
-            optional |= {name: round(first.fps) for name in _RATES if name in parameters}
+            optional |= {name: round(first.fps) for name in RATE_KEYWORDS if name in parameters}
             if first.image is not None:
                 optional["image"] = PIL.ImageOps.fit(first.image, first.size)
         elif first.image is not None:  # alone in its batch
@@ -76,22 +78,22 @@ class ServedModel:
             optional["callback_on_step_end"] = on_step_end
         if first.negative_prompt:
             optional["negative_prompt"] = [one.negative_prompt for one in batch]
-        output = pipeline(
-            prompt=[one.prompt for one in batch],
-            height=first.size[1],
-            width=first.size[0],
-            num_inference_steps=first.steps,
-            generator=[torch.Generator().manual_seed(one.seed) for one in batch],
-            output_type="pt",
-            **optional,
-        )
+        call = optional | {
+            "prompt": [one.prompt for one in batch],
+            "height": first.size[1],
+            "width": first.size[0],
+            "num_inference_steps": first.steps,
+            "generator": [torch.Generator().manual_seed(one.seed) for one in batch],
+            "output_type": "pt",
+        }
         if not isinstance(first, VideoSpec):
-            return to_pixels(output.images)
-        frames = get_images(output)[0]
-        pixels = np.empty((len(frames), *frames.shape[2:], 3), np.uint8)
-        for index, frame in enumerate(frames):  # one at a time: the video in floats is there only once
-            pixels[index] = to_pixels(frame[None])[0]
-        return pixels
+            return to_pixels(pipeline(**call).images)
+        frames: list[Pixels] = []
+        with stream_frames(pipeline, lambda frame: frames.append(frame_to_pixels(frame))) as streamed:
+            output = pipeline(**call)
+        if not streamed:  # the video in floats is there only once
+            frames = [frame_to_pixels(frame) for frame in get_images(output)[0]]
+        return np.stack(frames)
 
     def close(self) -> None:
         """Release what the model uses outside this process: nothing."""
@@ -187,15 +189,13 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
         cfg_scale=_default_number(parameters, "true_cfg_scale"),
         video=VideoDefaults(
             num_frames=int(_default_number(parameters, "num_frames") or frames or 17),
-            fps=next((rate for name in _RATES if (rate := _default_number(parameters, name))), _USUAL_RATE),
+            fps=default_rate(pipeline, {name: _default_number(parameters, name) for name in RATE_KEYWORDS}),
             multiple=int(_first_attribute(pipeline, _TEMPORAL) or 1),
             image="none" if takes_image is None else "required" if needs_image else "optional",
         ),
     )
 
 
-_RATES = ("frame_rate", "fps")  # parameters of pipelines that take the frames per second
-_USUAL_RATE = 16.0  # of Wan
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
