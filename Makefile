@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup lint browser
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # Pages are tested in Chromium, where it is there or can be installed; otherwise those tests say so and are skipped.
 browser:
