@@ -319,7 +319,12 @@ def test_finished_videos_survive_and_others_are_marked(tmp_path: Path) -> None:
         assert tiny.get(ours)["status"] == "failed"
         tiny.close()
         deleted = tiny.post(steps=50).json()["id"]
+        assert tiny.arrived.wait(PATIENCE)
         VideoFolder(Settings(video_dir=str(tmp_path))).delete(deleted)  # by another process
+        tiny.left = 2  # the next step tells the server that the record is gone, and the one after it waits
+        tiny.gate.set()
+        tiny.gate.clear()
+        assert eventually(lambda: tiny.http.get(f"/v1/videos/{deleted}").status_code == 404)
         tiny.gate.set()
         assert eventually(lambda: tiny.metric("holdover_cancelled_images_total") == 1)
         assert tiny.files(deleted) == []
