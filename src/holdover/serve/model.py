@@ -18,7 +18,7 @@ from ..engine.backend import find_transformers
 from ..errors import EnableError
 from ..loading import image_size, load_pipeline, require_packages
 from ..metrics import get_images
-from ..plan.calls import keywords_of
+from ..plan.calls import keywords_of, video_multiples
 from ..video import RATE_KEYWORDS, default_rate, stream_frames
 from ..video import to_pixels as frame_to_pixels
 from ..zoo import MODELS
@@ -158,9 +158,8 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
     config: Any = transformer.config
     patch = getattr(config, "patch_size", 1)
     side = patch[-1] if isinstance(patch, (tuple, list)) else patch
-    processor = getattr(pipeline, "video_processor", None)
-    scale = 8 if processor is None else processor.config.vae_scale_factor
-    spatial = int(_first_attribute(pipeline, _SPATIAL) or scale)
+    multiple, temporal = video_multiples(pipeline)
+    spatial = multiple // int(side or 1)
     frames = getattr(config, "sample_frames", None) or pipeline.config.get("sample_frames")
     size = list(image_size(pipeline))
     for index, axis in enumerate(("width", "height")):
@@ -182,7 +181,7 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
         parameters=frozenset(parameters),
         steps=int(_default_number(parameters, "num_inference_steps") or 50),
         size=(size[0], size[1]),
-        size_multiple=spatial * int(side or 1),
+        size_multiple=multiple,
         fixed_size=False,
         partial_images=False,
         guidance=_default_number(parameters, "guidance_scale"),
@@ -190,19 +189,10 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
         video=VideoDefaults(
             num_frames=int(_default_number(parameters, "num_frames") or frames or 17),
             fps=default_rate(pipeline, {name: _default_number(parameters, name) for name in RATE_KEYWORDS}),
-            multiple=int(_first_attribute(pipeline, _TEMPORAL) or 1),
+            multiple=temporal,
             image="none" if takes_image is None else "required" if needs_image else "optional",
         ),
     )
-
-
-_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor", "vae_scale_factor")
-_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-
-
-def _first_attribute(pipeline: Any, names: Sequence[str]) -> Any:
-    """The first of these attributes that the pipeline has; None if it has none."""
-    return next((value for name in names if (value := getattr(pipeline, name, None))), None)
 
 
 def find_parameters(pipeline: Any) -> dict[str, inspect.Parameter]:
