@@ -46,7 +46,8 @@ def calibrate(
     A calibration that was stopped continues with the same command: until it is done, its results are in a folder next
     to the profile.
     """
-    from ..profiles.profile import EFFORTS, SUFFIX
+    from ..profiles.files import SUFFIX
+    from ..profiles.profile import EFFORTS
 
     check_range(1, num=1 if num is None else num, steps=steps, batch_size=batch_size)
     check_range(0, seed=seed, guidance=guidance)
@@ -103,13 +104,14 @@ def calibrate(
 @app.command()
 @takes_model
 def tune(
-    profile: Annotated[Path, Argument(help="A profile that `holdover calibrate` wrote.")],
+    profile: Annotated[str, Argument(help="A profile that `holdover calibrate` wrote: a file, or hf://owner/name.")],
     target: Annotated[str, Option(help="psnr>=40, ssim>=0.98, ...")] = "psnr>=40",
     prompts: Annotated[Path | None, Option(help="A file with one held-out prompt per line; default: built in.")] = None,
     num: Annotated[int, Option(help="Number of prompts.")] = 60,
     confidence: Annotated[float, Option(help="Confidence of the certificate.")] = 0.95,
     share: Annotated[float, Option(help="Fraction of the images that meets the target.")] = 0.95,
     batch_size: Annotated[int, Option(help="Images per batch.")] = 1,
+    out: Annotated[Path | None, Option(help="File of the profile with its certificate; default: PROFILE.")] = None,
     report: Annotated[Path | None, Option(help="FILE.html, or a folder: compares plans with all methods.")] = None,
     report_prompts: Annotated[int, Option(help="Number of prompts of the report.")] = 4,
     *,
@@ -120,10 +122,17 @@ def tune(
     Prints the predicted and the measured quality of each plan. With `--report`, the predicted and the measured frontier
     are shown side by side, with every other method and fewer steps with both solvers on the same axes.
     """
+    from ..profiles.files import SUFFIX
+
     check_range(1, num=num, batch_size=batch_size, report_prompts=report_prompts)
     check_range(0.01, 0.9999, confidence=confidence, share=share)
     folder, page = _report_paths(report) if report is not None else (None, None)
-    check_writable(profile.parent)
+    if profile.startswith("hf:") and out is None:
+        raise ConfigError("--out is missing: the certificate is written to a file, not to the profile on the Hub.")
+    if out is not None and out.suffix != SUFFIX:
+        raise ConfigError(f"--out must end in {SUFFIX}, not {out.name!r}.")
+    out = out or Path(profile)
+    check_writable(out.parent)
 
     from .. import plan
     from ..compare import build_frontier_comparison
@@ -140,11 +149,11 @@ def tune(
     arguments = model.call_arguments(pipe)
     chosen = (given or built_in_prompts(pipe)[measured.facts.prompts :])[:num]
     found = plan.tune(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size, **arguments)
-    found.profile.save(profile)
+    found.profile.save(out)
     prediction = Prediction.of(found, target)
     _print_trials(prediction)
     if folder is not None:
-        spec = build_frontier_comparison(Profile.load(profile), profile, chosen[:report_prompts], batch_size)
+        spec = build_frontier_comparison(Profile.load(out), out, chosen[:report_prompts], batch_size)
         arguments = dict(measured.facts.call) | model.arguments
         spec = replace(spec, arguments=tuple(arguments.items()), image=model.image, fps=model.fps)
         run_and_report(pipe, spec, folder, page, prediction)

@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError
 from ..metrics import PSNR_CAP, each, psnr
 from ..plan.config import NO_PROFILE
-from ..profiles.profile import SUFFIX
+from ..profiles.files import SUFFIX
 from ..selector import own_config
 from ..stats import COMPUTED_COLOR, HELD_COLOR, GenerationStats
 from .calibration import calibrate

@@ -35,6 +35,7 @@ from ..metrics import (
     worst_frame,
 )
 from ..plan.calls import check_video, defaults_of, image_arguments, keywords_of, open_image
+from ..profiles.hub import pin
 from ..video import RATE_KEYWORDS, default_rate
 from .baselines import to_second_order
 from .results import Folder, Results, Row
@@ -131,10 +132,19 @@ class _Decisions:
         return {b: fmean(strips.get(b, "").count(letter) for strips in self.strips) for b in branches}
 
 
+def _with_commit(candidate: Candidate) -> Candidate:
+    """A candidate whose profile, if it is on the Hub, is named by its commit: rows of another one are not reused."""
+    if not isinstance(candidate, MethodCandidate):
+        return candidate
+    settings = tuple((key, pin(value) if key == "profile" else value) for key, value in candidate.settings)
+    return replace(candidate, settings=settings)
+
+
 class _Run:
     """One comparison on one pipeline."""
 
     def __init__(self, pipe: Any, spec: Comparison, folder: Folder | None, callback: ProgressCallback) -> None:
+        spec = replace(spec, candidates=tuple(map(_with_commit, spec.candidates)))
         self.pipe, self.spec, self.folder, self.callback = pipe, spec, folder, callback
         self.fps = find_rate(pipe, spec)
         self.environment = describe_environment(pipe)

@@ -19,6 +19,7 @@ from ..models.inputs import get_module_class
 from ..policies.base import AlwaysCompute, Policy
 from ..policies.magcache import MagCachePolicy, nearest_ratios, rescaled_ratios
 from ..profiles import MagCacheProfile, MagCacheRatios, find, save, shipped
+from ..profiles.profile import display_name
 from .calibration import Calibration, log_calibration
 from .config import MagCacheConfig
 from .strategy import MagCacheStrategy, MagCacheStrategyRegistry, StrategyPasses
@@ -97,7 +98,7 @@ class MagCacheMethod(Method[MagCacheConfig]):
         if self.calibration is not None:
             return (f"{transformer.name}: calibrating, nothing is held",)
         profile = self._profiles[transformer] = resolve_profile(self.config, strategy, transformer.core, pipeline)
-        return (f"{transformer.name}: ratios {profile.name}",)
+        return (f"{transformer.name}: ratios {display_name(profile)}",)
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Policy:
         return make_policy(

@@ -68,10 +68,10 @@ class PlanConfig(Config):
     """Compute and hold steps according to a plan that is made before the first step.
 
     Set one of `budget`, `target` and `schedule`; the default is `budget="3x"`. `profile` is the result of
-    `holdover.calibrate`: the object, a file, or the name of a shipped profile. Without one, the shipped profile of this
-    model is used; if there is none, the model is refused unless `schedule` names the computed steps. `profile="none"`
-    plans without measurements: by default only single late steps are held, and with a `budget` the computed steps are a
-    growing window.
+    `holdover.calibrate`: the object, a file, an address on the Hub (hf://owner/name), or the name of a shipped profile.
+    Without one, the shipped profile of this model is used; if there is none, the model is refused unless `schedule`
+    names the computed steps. `profile="none"` plans without measurements: by default only single late steps are held,
+    and with a `budget` the computed steps are a growing window.
     """
 
     method: ClassVar[str] = "plan"
@@ -79,7 +79,7 @@ class PlanConfig(Config):
     vllm_omni: ClassVar[str] = "holdover_plan"
 
     profile: Profile | str | None = setting(
-        None, doc='measured constants: a Profile, a file or a shipped profile; "none": unmeasured'
+        None, doc='measured constants: a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured'
     )
     budget: int | str | None = setting(None, doc='computed steps, or a speed-up such as "4x"')
     target: str | None = setting(None, doc='minimum quality, such as "psnr>=40" or "ssim>=0.98"')

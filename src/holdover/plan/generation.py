@@ -28,7 +28,8 @@ from ..grid import Grid
 from ..models.inputs import gather_tensor, get_module_class
 from ..predictors import Newton
 from ..profiles import ModelIdentity, Profile, ProfileFacts, measured
-from ..profiles.profile import SUFFIX
+from ..profiles.files import SUFFIX
+from ..profiles.hub import suffix_of
 from .config import NO_PROFILE
 from .error_model import Array, Ranges
 
@@ -103,7 +104,7 @@ def adapters(transformer: Any) -> tuple[str, ...]:
 
 
 def resolve_profile(profile: Profile | str | None, transformer: nn.Module) -> Profile | None:
-    """A profile from the object, a file or the name of a shipped one; for None, the shipped one of this model.
+    """A profile from the object, a file, an address on the Hub or a shipped name; for None, the model's shipped one.
 
     None for `"none"`, and where none ships.
     """
@@ -116,14 +117,14 @@ def resolve_profile(profile: Profile | str | None, transformer: nn.Module) -> Pr
         same_class = [(one, model) for one, model in models if model.transformer_class == name]
         current = fingerprint(transformer) if same_class else ""
         return next((one for one, model in same_class if model.fingerprint == current), None)
-    if profile.endswith(SUFFIX):
+    if suffix_of(profile) == SUFFIX:
         return Profile.load(profile)
     shipped = {one.name: one for one in measured()}
     if profile not in shipped:
         listed = f" Shipped: {', '.join(shipped)}." if shipped else ""
         raise ProfileError(
             f"There is no profile {profile!r}.{did_you_mean(profile, shipped)}{listed} "
-            f"A path to a file must end in {SUFFIX}."
+            f"A path to a file must end in {SUFFIX}; hf://owner/name is a profile on the Hub."
         )
     return shipped[profile]
 

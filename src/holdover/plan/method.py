@@ -38,6 +38,7 @@ from ..grid import Grid
 from ..policies.base import Scheduled
 from ..predictors import Newton
 from ..profiles import Profile
+from ..profiles.profile import display_name
 from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Measurements, Weights, fit_output, prediction_error
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
@@ -182,7 +183,7 @@ class PlanMethod(Method[PlanConfig]):
         if self._profile.digest not in checked:
             check_profile(self._profile, transformer.name, transformer.core)
             checked.add(self._profile.digest)
-        return (f"{transformer.name}: profile {self._profile.name}",)
+        return (f"{transformer.name}: profile {display_name(self._profile)}",)
 
     def _check_unmeasured(self, transformer: CachedTransformer) -> None:
         """Refuse a plan without a profile; warn where one is asked for, and accept a schedule that the caller gives."""

@@ -58,7 +58,7 @@ Candidate = tuple[tuple[int, ...], PlannerOptions]  # computed steps, and the op
 
 def polish(
     pipe: Any,
-    profile: Profile,
+    profile: Profile | str,
     budget: int,
     prompts: Sequence[Prompt] | None = None,
     *,
@@ -73,8 +73,9 @@ def polish(
 
     It is what `calibrate(effort="thorough")` does for one budget, with at most `trials` plans tried and `iterations` of
     training; the planner's options for other budgets stay as they are. If no plan is better than the profile's own, it
-    keeps that.
+    keeps that. `profile` is a Profile, or the path or address of one.
     """
+    profile = Profile.load(profile) if isinstance(profile, str) else profile
     shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress, "iterations": iterations}
     improved = improve(pipe, profile, [budget], prompts, True, trials, **shared, **call)
     return improved.with_facts(options=profile.facts.options, effort=profile.facts.effort, cost=profile.facts.cost)

@@ -112,7 +112,7 @@ class TuningResult:
 
 def tune(
     pipe: Any,
-    profile: Profile,
+    profile: Profile | str,
     prompts: Prompt | Sequence[Prompt] | None = None,
     target: str = "psnr>=40",
     confidence: float = 0.95,
@@ -126,9 +126,11 @@ def tune(
     """Find the fastest plan with which `share` of images meet `target`, shown with `confidence` on held-back prompts.
 
     The prompts must not be those of the calibration; the default is the rest of the built-in list. Candidates are tried
-    from slow to fast, each until it has passed or can no longer pass.
+    from slow to fast, each until it has passed or can no longer pass. `profile` is a Profile, or the path or address of
+    one.
     """
     wanted = Target.parsed(target)
+    profile = Profile.load(profile) if isinstance(profile, str) else profile
     chosen = _held_back_prompts(pipe, profile, prompts, share, confidence)
     most = allowed_misses(len(chosen), share, confidence) or 0
     offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None

@@ -23,6 +23,8 @@ from ..errors import ProfileError, did_you_mean
 
 T = TypeVar("T")
 
+SUFFIX = ".safetensors"  # of measured profiles
+
 _WORDS: dict[type, str] = {
     str: "text",
     int: "a whole number",

@@ -22,14 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ..errors import ProfileError
-from .files import check_version, compute_digest, decode, encode, parse_json, write_file
+from .files import SUFFIX, check_version, compute_digest, decode, encode, parse_json, write_file
+from .hub import locate, upload
 
 if TYPE_CHECKING:
     from pydantic_core.core_schema import CoreSchema
 
 FORMAT = "holdover-measured-profile"
 VERSION = 1
-SUFFIX = ".safetensors"
 EFFORTS = ("quick", "standard", "thorough")  # how much a calibration tried on the model
 _ENTRY = "holdover"
 
@@ -51,6 +51,7 @@ class MethodProfile:
       class name, and the value `"*"` means anything but None.
     - `pipelines`: the pipeline classes it was measured in, if the transformer alone does not identify the model.
     - `source`: where the numbers come from. `also_in`: who else publishes the same numbers.
+    - `origin`: the address with the commit, if it was loaded from the Hub.
     """
 
     name: str
@@ -61,6 +62,7 @@ class MethodProfile:
     source: tuple[tuple[str, str], ...] = ()
     also_in: tuple[str, ...] = ()
     notes: str = ""
+    origin: str = ""
 
     def __post_init__(self) -> None:
         _require(self.name != "", "a profile needs a name")
@@ -264,7 +266,8 @@ class ProfileFacts:
     `starts` has the first step of each expert; most models have one expert. The scheduler gets `scale[i]` times the
     output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself. `options` are those
     that trials on the model chose, else the defaults. `guider` has the pipeline's guider with its settings, if any.
-    `cost` is what the calibration took, in generations and seconds.
+    `cost` is what the calibration took, in generations and seconds. `origin` is the address with the commit, if the
+    profile, or the one it was made from, was loaded from the Hub.
     """
 
     name: str
@@ -293,6 +296,7 @@ class ProfileFacts:
     options: PlannerOptions = PlannerOptions()
     guider: str = ""
     cost: tuple[tuple[str, float], ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +339,8 @@ class Profile:
     def __repr__(self) -> str:
         facts = self.facts
         models = ", ".join(model.transformer_class for _, model in facts.models)
-        return f"<Profile {facts.name!r}: {models}, {len(self.grams)} generations of {len(facts.noise)} steps>"
+        made = f"{len(self.grams)} generations of {len(facts.noise)} steps"
+        return f"<Profile {facts.name!r}: {models}, {made}{f', {facts.origin}' if facts.origin else ''}>"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
@@ -366,16 +371,42 @@ class Profile:
         """Write the profile to a `.safetensors` file; an existing file is replaced completely or not at all."""
         if Path(path).suffix != SUFFIX:
             raise ProfileError(f"A profile is saved as a {SUFFIX} file, not as {Path(path).name!r}.")
+        return write_file(path, self._to_bytes())
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        path_in_repo: str = f"profile{SUFFIX}",
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Upload the profile to a model repository, which is created if it does not exist.
+
+        Returns the address with the commit, which can be given as `profile=`.
+        """
+        if Path(path_in_repo).suffix != SUFFIX:
+            raise ProfileError(f"A profile is saved as a {SUFFIX} file, not as {path_in_repo!r}.")
+        message = commit_message or f"Add the holdover profile {self.name}"
+        return upload(self._to_bytes(), repo_id, path_in_repo, message, private, token, create_pr)
+
+    def _to_bytes(self) -> bytes:
         head = {"format": FORMAT, "version": VERSION, "digest": self.digest, "facts": encode(self.facts)}
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        return write_file(path, to_safetensors(arrays, {_ENTRY: json.dumps(head, allow_nan=False)}))
+        return to_safetensors(arrays, {_ENTRY: json.dumps(head, allow_nan=False)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
-        where = str(path)
+        """Read a file that `save` wrote, or one on the Hub; a ProfileError says what is wrong with anything else.
+
+        `origin` of a profile from the Hub has the commit, and so does its digest.
+        """
+        file_path, origin = locate(path)
+        where = origin or file_path
         try:
-            with safe_open(where, framework="numpy") as file:
+            with safe_open(file_path, framework="numpy") as file:
                 head = parse_json((file.metadata() or {}).get(_ENTRY, "null"), f"The metadata of {where}")
                 is_ours = isinstance(head, dict) and head.get("format") == FORMAT
                 if not is_ours or not isinstance(head.get("facts"), dict):  # do not read its arrays
@@ -391,9 +422,16 @@ class Profile:
             raise ProfileError(f"{where} is damaged: its contents do not match its digest. Calibrate again.")
         seams = {name.removeprefix("seam."): array for name, array in arrays.items() if name.startswith("seam.")}
         try:
-            return cls(facts, arrays["grams"], arrays["growth"], seams)
+            profile = cls(facts, arrays["grams"], arrays["growth"], seams)
         except KeyError as error:
             raise ProfileError(f"{where} lacks the array {error}.") from None
+        return profile.with_facts(origin=origin) if origin else profile
+
+
+def display_name(profile: Profile | MethodProfile) -> str:
+    """The name for notes, with the address of a profile from the Hub."""
+    origin = profile.facts.origin if isinstance(profile, Profile) else profile.origin
+    return f"{profile.name} ({origin})" if origin else profile.name
 
 
 def _get_branch(branches: tuple[tuple[str, T], ...], name: str) -> T:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..errors import ProfileError, did_you_mean
-from .files import check_version, decode, encode, parse_json, write_file
-from .profile import SUFFIX, MagCacheProfile, MethodProfile, Profile, TeaCacheProfile
+from .files import SUFFIX, check_version, decode, encode, parse_json, write_file
+from .hub import locate, suffix_of
+from .profile import MagCacheProfile, MethodProfile, Profile, TeaCacheProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,12 +62,12 @@ def find(
 ) -> MethodProfile | None:
     """The profile called `name` (a Profile, a file or a shipped profile's name), else the best match, else None.
 
-    A file is a `.json` written by `save`, or a `.safetensors` written by `holdover.calibrate`. `signal` restricts the
-    search to profiles that were measured with that signal.
+    A file is a `.json` written by `save`, or a `.safetensors` written by `holdover.calibrate`; `hf://owner/name/file`
+    is one on the Hub. `signal` restricts the search to profiles that were measured with that signal.
     """
-    if isinstance(name, Profile) or (name is not None and name.endswith(SUFFIX)):
+    if isinstance(name, Profile) or (name is not None and suffix_of(name) == SUFFIX):
         return _from_measured(method, name, transformer, pipeline)
-    if name is not None and name.endswith(".json"):
+    if name is not None and suffix_of(name) == ".json":
         return load(name, method)
     profiles: tuple[MethodProfile, ...] = shipped(method)
     entries: list[MethodProfile] = []
@@ -91,7 +93,8 @@ def _from_measured(method: MethodName, source: Profile | str, transformer: nn.Mo
     of_class = {name: part for name, part in parts if part.transformer_class in classes}
     own = next((part for name, part in of_class.items() if getattr(pipeline, name, None) is transformer), None)
     if of_class:
-        return own or next(iter(of_class.values()))
+        found = own or next(iter(of_class.values()))
+        return replace(found, origin=facts.origin) if facts.origin else found
     where = f"Profile {source.name!r}" if isinstance(source, Profile) else source
     raise ProfileError(f"{where} has nothing for {method} on {type(transformer).__name__}.")
 
@@ -121,17 +124,18 @@ def save(profile: MethodProfile, path: str | PathLike[str]) -> None:
 
 
 def load(path: str | PathLike[str], method: MethodName | None = None) -> MethodProfile:
-    """Read a file that `save` wrote; anything else is a ProfileError that says what is wrong with it."""
-    where = str(path)
+    """Read a file that `save` wrote, or one on the Hub; a ProfileError says what is wrong with anything else."""
+    file, origin = locate(path)
+    where = origin or file
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise ProfileError(f"No profile could be read from {where}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ProfileError(f"{where} is not JSON: it is not even text.") from None
     values = parse_json(text, where)
     contents = _check_head(values, FORMAT, method, where)
-    return decode(_KINDS[values["method"]], contents, where)
+    return replace(decode(_KINDS[values["method"]], contents, where), origin=origin)
 
 
 def _check_head(values: Any, format: str, method: str | None, where: str) -> dict[str, Any]:

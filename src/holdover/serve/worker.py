@@ -28,6 +28,7 @@ from ..engine.method import NoneConfig
 from ..errors import HoldoverError
 from ..plan.generation import resolve_profile
 from ..profiles import MethodProfile, find
+from ..profiles.hub import pin
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
 from ..selector import backend_for_config, own_config
 from ..stats import GenerationStats
@@ -156,7 +157,7 @@ class Worker(ImageBackend):
 
     def _load(self) -> tuple[ServedModel, CacheSwitch]:
         settings = self._settings
-        default = own_config(settings.cache_backend, settings.cache_settings)
+        default = _with_commit(own_config(settings.cache_backend, settings.cache_settings))
         model = load_model(settings)
         enabled, size = resolve_prompt_embed_cache_config(settings.prompt_cache, settings.prompt_cache_size)
         if enabled:
@@ -171,6 +172,7 @@ class Worker(ImageBackend):
         return model, switch
 
     def _change_default(self, cache: Config, model: ServedModel, switch: CacheSwitch) -> None:
+        cache = _with_commit(cache)
         if cache == self._default:
             return
         profile = profile_report(cache, model.pipeline)
@@ -394,6 +396,12 @@ class CacheSwitch:
         return backend
 
 
+def _with_commit(cache: Config) -> Config:
+    """A config whose profile, if it is on the Hub, is named by its commit: all requests use the same one."""
+    profile = getattr(cache, "profile", None)
+    return cache if pin(profile) == profile else replace(cache, profile=pin(profile))  # type: ignore[call-arg]
+
+
 def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
     """What the profiles say about this pipeline's transformer: constants of the method, certificates, frontier."""
     transformer = next(iter(find_transformers(pipeline).values()))
@@ -406,7 +414,8 @@ def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
     profile: dict[str, Any] | None = None
     if constants is not None:
         profile = {name: getattr(constants, name) for name in ("name", "model", "notes")}
-        profile |= {"method": cache.method, "source": dict(constants.source)}
+        source = dict(constants.source) | ({"origin": constants.origin} if constants.origin else {})
+        profile |= {"method": cache.method, "source": source}
     if measured is None:
         return ProfileReport(profile=profile)
     facts = measured.facts
@@ -415,7 +424,8 @@ def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
             "method": TARGET_METHOD,
             "name": facts.name,
             "model": facts.pipeline,
-            "source": {"date": facts.date, "prompts": str(facts.prompts), **dict(facts.versions)},
+            "source": {"date": facts.date, "prompts": str(facts.prompts), **dict(facts.versions)}
+            | ({"origin": facts.origin} if facts.origin else {}),
             "notes": f"{len(facts.noise)} steps, {facts.scheduler}",
         }
     certificates = [

@@ -22,6 +22,7 @@ from ..models.inputs import get_module_class, unwrap_module
 from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped
+from ..profiles.profile import display_name
 from .config import OWN_CLASS, TeaCacheConfig
 
 Enabler = Callable[[Any, Any], None]
@@ -84,7 +85,7 @@ class TeaCacheMethod(Method[TeaCacheConfig]):
                 HoldoverWarning,
                 stacklevel=6,  # the caller of holdover.enable
             )
-        source = "coefficients given" if self.config.coefficients is not None else f"profile {profile.name}"
+        source = "coefficients given" if self.config.coefficients is not None else f"profile {display_name(profile)}"
         return (f"{transformer.name}: signal {signal.name}, {source}",)
 
     def _resolve(self, transformer: CachedTransformer, pipeline: Any) -> tuple[Signal, TeaCacheProfile]:

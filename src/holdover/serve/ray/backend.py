@@ -25,6 +25,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from ...config import Config
 from ...errors import ConfigError, HoldoverError, did_you_mean
+from ...profiles.hub import pin
 from ...selector import own_config
 from ..errors import internal, unavailable
 from ..metrics import merge_metrics
@@ -61,7 +62,9 @@ def pack_cache(values: Mapping[str, Any]) -> dict[str, Any]:
     )
     settings.check_cache()
     packed: dict[str, Any] = {name: getattr(settings, name) for name in CACHE_SETTINGS}
-    named = settings.cache_settings.get("profile")
+    named = pin(settings.cache_settings.get("profile"))
+    if named != settings.cache_settings.get("profile"):  # all replicas use the same commit
+        packed["cache_config"] = json.dumps(settings.cache_settings | {"profile": named})
     if isinstance(named, str) and Path(named).is_file():
         path, size = Path(named), Path(named).stat().st_size
         if size > MAX_PROFILE_BYTES:
