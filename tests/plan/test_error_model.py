@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -227,15 +229,15 @@ def merged(model: ErrorModel) -> ErrorModel:
     return ErrorModel(model.measurements.merged, model.response, model.ranges)
 
 
-def guided_latents(branches, response, table):
+def guided_latents(branches, response, table, shares=GUIDED):
     """The latents of a generation in which each branch has its own weights, mixed for the scheduler."""
     mixed = 0.0
-    for index, (vectors, share) in enumerate(zip(branches, GUIDED, strict=True)):
+    for index, (vectors, share) in enumerate(zip(branches, shares, strict=True)):
         made = np.zeros_like(vectors)
         for step in range(len(vectors)):
             held = table.get(step)
             made[step] = vectors[step] if held is None else np.asarray(held.of(index)) @ made[list(held.anchors)]
-        mixed = mixed + share * made
+        mixed = mixed + np.reshape(share, (-1, 1)) * made
     return response @ mixed
 
 
@@ -251,6 +253,22 @@ def test_simulated_errors_are_those_of_a_real_rollout_of_several_branches(seed, 
         uncached = response @ (GUIDED[0] * branches[0] + GUIDED[1] * branches[1])
         difference = guided_latents(branches, response, table) - uncached
         assert errors == pytest.approx([mean_square(row) for row in difference], rel=1e-9, abs=1e-9)
+
+
+def test_a_mix_that_changes_from_step_to_step_is_simulated_and_fitted_with_the_mix_of_the_held_step():
+    noise, response = falling(14), euler_response(falling(14))
+    scales = 1 + 6 * np.random.default_rng(0).random(14)
+    shares, generations = np.stack([scales, 1 - scales]), [two_branches(noise, 10 * i) for i in range(3)]
+    by_branch = branched_measurements(noise, generations, tuple(shares.flatten().tolist()))
+    model = ErrorModel(replace(by_branch, tied=True), response)
+    table, as_given = model.fit_weights({0, 1, 4, 8, 11}), by_branch.outputs @ by_branch.grams @ by_branch.outputs.T
+    assert {len(weights.values) for weights in table.values()} == {2, 3, 4}
+    for errors, branches in zip(model.latent_errors(table), generations, strict=True):
+        uncached = response @ sum(share[:, None] * made for share, made in zip(shares, branches, strict=True))
+        difference = guided_latents(branches, response, table, shares) - uncached
+        assert errors == pytest.approx([mean_square(row) for row in difference], rel=1e-9, abs=1e-9)
+    unaware = ErrorModel(Measurements(noise, as_given, by_branch.growth), response).fit_weights({0, 1, 4, 8, 11})
+    assert model.latent_errors(table)[:, -1].mean() < 0.5 * model.latent_errors(unaware)[:, -1].mean()
 
 
 def test_branches_with_weights_of_their_own_have_a_smaller_error():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import holdover
+from holdover import Profile
+from holdover.plan.error_model import Measurements
 from holdover.plan.recording import BranchMix, find_mix, merge_runs
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import quiet
 
-from .profiled import calibrated
+from .profiled import calibrated, keywords
 
 WAN = "WanPipeline[2.2]"
 
@@ -50,7 +54,6 @@ def test_a_mix_in_bfloat16_is_found(noise):
     "outputs",
     [
         lambda c, u: (3 * c - 2 * u) * (c.norm() / (3 * c - 2 * u).norm(dim=2, keepdim=True)),  # rescaled norms
-        lambda c, u: torch.cat([3 * c[:2] - 2 * u[:2], c[2:]]),  # guidance at some steps only
         lambda c, u: (3 * c - 2 * u)[..., :20],  # half of the channels
         lambda c, u: torch.randn(c.shape, generator=torch.Generator().manual_seed(9)),
     ],
@@ -62,6 +65,44 @@ def test_what_is_not_a_mix_is_kept_as_the_scheduler_got_it(noise, outputs):
     assert (found.branches, found.mix) == ((), (1.0,))
     flat = got.double().transpose(0, 1)
     assert found.grams == pytest.approx((flat @ flat.transpose(1, 2) / got.shape[-1]).numpy(), rel=1e-6)
+
+
+SCALES = torch.tensor([6.0, 1.0, 1.0, 2.6, 5.5])[:, None, None]  # guidance at some steps only is such a mix too
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_mix_that_changes_from_step_to_step_is_found(noise, doubled):
+    cond, uncond = random(noise), random(noise)
+    branches = {"both": torch.cat([uncond, cond], dim=1)} if doubled else {"uncond": uncond, "cond": cond}
+    found = mix_of(branches, SCALES * cond + (1 - SCALES) * uncond)
+    assert (found.branches, found.parts, found.grams.shape) == ((), 2, (2, 10, 10))
+    assert found.mix == pytest.approx(torch.cat([1 - SCALES, SCALES]).flatten().tolist(), abs=1e-5)
+    same = merge_runs([found, found])
+    assert (same.mix, same.grams.shape) == (pytest.approx(found.mix), (4, 10, 10))
+    changed = mix_of(branches, 3 * cond - 2 * uncond)
+    assert merge_runs([found, changed]).grams.shape == (4, 5, 5)
+    assert changed.parts == 1
+
+
+def test_guidance_that_changes_from_step_to_step_is_planned_for():
+    """CogVideoX's dynamic guidance: planned as one output, its jumps look like changes of the model's output."""
+    tiny = PIPELINES["CogVideoXPipeline"]
+    pipe, call = tiny.build(), keywords(tiny) | {"use_dynamic_cfg": True}
+    with quiet():
+        profile = holdover.calibrate(pipe, [call] * 2, 12, effort="quick", progress=False)
+    facts, off = profile.facts, {}
+    assert (facts.branches, len(facts.mix), profile.grams.shape) == ((), 24, (2, 24, 24))
+    measured = Measurements(np.array(facts.noise), profile.grams, profile.growth, facts.mix, tied=True)
+    as_given = measured.outputs @ profile.grams @ measured.outputs.T
+    as_one = Profile(replace(facts, mix=(1.0,)), as_given, profile.growth, profile.seams)
+    plain = run(pipe, **tiny.call(steps=12), use_dynamic_cfg=True)
+    for name, used in (("by step", profile), ("as one", as_one)):
+        with quiet(), holdover.enable(pipe, "plan", profile=used, budget=7, guard=False):
+            off[name] = (run(pipe, **tiny.call(steps=12), use_dynamic_cfg=True) - plain).norm()
+    assert off["by step"] < 0.8 * off["as one"]
+    with quiet(), holdover.enable(pipe, "plan", profile=profile, budget=5):
+        fewer = run(pipe, **tiny.call(steps=9), use_dynamic_cfg=True)
+    assert torch.isfinite(fewer).all()
 
 
 def test_one_branch_is_not_a_mix(noise):

@@ -107,13 +107,16 @@ class Measurements:
       all steps of the second.
     - `growth`: (generations, N+1), log of the real over the simulated squared error of a generation with held steps,
       before each step and at the end.
-    - `mix`: the share of each branch in the output that the scheduler gets; s and 1 - s for guidance scale s.
+    - `mix`: the share of each branch in the output that the scheduler gets; s and 1 - s for guidance scale s. If it
+      changes from step to step: the shares of the first branch at all steps, then those of the second.
+    - `tied`: all branches are held with the same weights, such as the parts of a doubled batch.
     """
 
     noise: Array
     grams: Array
     growth: Array
     mix: tuple[float, ...] = (1.0,)
+    tied: bool = False
 
     @property
     def steps(self) -> int:
@@ -126,15 +129,32 @@ class Measurements:
         return np.asarray(self.grams.mean(axis=0))
 
     @cached_property
-    def branch_outputs(self) -> Array:
-        """(B, N, B N): the contribution of each branch to the output the scheduler gets, at each step."""
-        outputs: Array = np.einsum("bc,st->bsct", np.diag(np.array(self.mix)), np.eye(self.steps))
-        return outputs.reshape(len(self.mix), self.steps, -1)
+    def shares(self) -> Array:
+        """(B, N): the share of each branch at each step."""
+        count = self.grams.shape[1] // self.steps
+        return np.broadcast_to(np.reshape(self.mix, (count, -1)), (count, self.steps))
+
+    @cached_property
+    def mean_mix(self) -> tuple[float, ...]:
+        """The share of each branch, as the mean over the steps."""
+        count = len(self.shares)
+        return self.mix if len(self.mix) == count else tuple(self.shares.mean(axis=1).tolist())
+
+    @cached_property
+    def outputs(self) -> Array:
+        """(N, B N): what the scheduler gets at each step."""
+        return np.concatenate([np.diag(row) for row in self.shares], axis=1)
+
+    def features(self, step: int, anchors: Sequence[int]) -> Array:
+        """(sets of weights, anchors, B N): the outputs of earlier steps, mixed as at `step`."""
+        branches, rows = np.diag(self.shares[:, step]), np.eye(self.steps)[list(anchors)]
+        features: Array = np.einsum("bc,st->bsct", branches, rows).reshape(len(branches), len(rows), -1)
+        return features.sum(axis=0, keepdims=True) if self.tied else features
 
     @cached_property
     def merged(self) -> Measurements:
-        """The same measurements with the branches of a step merged into the output the scheduler gets."""
-        mixed = self.branch_outputs.sum(axis=0)
+        """The same measurements with the branches of a step merged, by the mean mix, into what the scheduler gets."""
+        mixed = np.concatenate([share * np.eye(self.steps) for share in self.mean_mix], axis=1)
         return self if len(self.mix) == 1 else Measurements(self.noise, mixed @ self.grams @ mixed.T, self.growth)
 
     def squared_norm(self, vector: Array) -> Array:
@@ -167,14 +187,14 @@ class Measurements:
         """
         if np.array_equal(noise, self.noise):
             return self
-        branches = np.eye(len(self.mix))
+        branches = np.eye(len(self.shares))
         cubic = np.kron(branches, interpolation_matrix(self.noise, noise))
         doubt = cubic - np.kron(branches, interpolation_matrix(self.noise, noise, points=2))
         known, wanted = np.append(self.noise, 0.0), np.append(noise, 0.0)
         growth = np.stack([np.interp(-wanted, -known, row) for row in self.growth])
         grams, diagonal = cubic @ self.grams @ cubic.T, range(len(cubic))
         grams[:, diagonal, diagonal] += np.einsum("ti,gij,tj->gt", doubt, self.grams, doubt)
-        return Measurements(noise, grams, growth, self.mix)
+        return Measurements(noise, grams, growth, self.mean_mix, self.tied)
 
 
 def interpolation_matrix(known: Array, wanted: Array, points: int = 4) -> Array:
@@ -223,9 +243,8 @@ class ErrorModel:
         so that each held step corrects the errors of earlier ones. Errors of steps k before the last computed step are
         visible to the model and enter with `corrected_share`.
         """
-        branches, held = self.measurements.branch_outputs, held_steps(computed, self.ranges)
+        held, exact = held_steps(computed, self.ranges), self.measurements.outputs
         options, tie = self.options, self.options.branch_tie or 0.0
-        exact = branches.sum(axis=0)
         outputs, weights = np.zeros_like(exact), {}
         for step in range(self.steps):
             if step not in held:
@@ -235,25 +254,26 @@ class ErrorModel:
             if abs(row[step]) >= 1e-12:
                 shares = np.where(np.arange(self.steps) < anchors[-1], options.corrected_share, 1.0)
                 target = (shares * row) @ (exact - outputs) / row[step]  # outputs[step] is still 0: v_i is in the sum
-            features = np.concatenate(branches[:, list(anchors)])
-            values = least_squares(features, target, self.measurements.mean_gram, len(branches), tie)
+            features = self.measurements.features(step, anchors)
+            gram = self.measurements.mean_gram
+            values = least_squares(np.concatenate(features), target, gram, len(features), tie)
             weights[step] = Weights(anchors, tuple(map(float, values)))
-            outputs[step] = self._predict(weights[step])
+            outputs[step] = self._predict(step, weights[step])
         return weights
 
     def latent_errors(self, weights: Mapping[int, Weights]) -> Array:
         """(generations, N+1): the simulated squared error |d_i|^2 of the latent before each step and at the end."""
-        exact = self.measurements.branch_outputs.sum(axis=0)
+        exact = self.measurements.outputs
         outputs = exact.copy()
         for step, held in weights.items():
-            outputs[step] = self._predict(held)
+            outputs[step] = self._predict(step, held)
         errors = [self.measurements.squared_norm(row @ outputs - row @ exact) for row in self.response]
         return np.stack(errors, axis=1)
 
-    def _predict(self, weights: Weights) -> Array:
+    def _predict(self, step: int, weights: Weights) -> Array:
         """The predicted output of a held step with its branches mixed, as coefficients over the outputs."""
-        anchors, by_branch = list(weights.anchors), enumerate(self.measurements.branch_outputs)
-        return np.asarray(np.sum([np.asarray(weights.of(b)) @ outputs[anchors] for b, outputs in by_branch], axis=0))
+        by_branch = enumerate(self.measurements.features(step, weights.anchors))
+        return np.asarray(np.sum([np.asarray(weights.of(b)) @ outputs for b, outputs in by_branch], axis=0))
 
     def expected_errors(self, schedules: Sequence[Sequence[int]]) -> Array:
         """The squared error of the final latent that 90 % of generations are expected to stay below, by schedule.

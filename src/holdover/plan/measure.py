@@ -321,10 +321,17 @@ class _CalibrationSession:
         spec = method.spec
         if spec is None:
             raise HoldoverError("The pipeline did not call its transformer: there is nothing to measure.")
-        if record.steps != len(spec.noise):
+        name, steps = type(self._caller.pipe).__name__, len(spec.noise)
+        if record.steps > steps:
             raise HoldoverError(
-                f"The scheduler has {len(spec.noise)} steps and made {record.steps}: calibrate a pipeline that "
-                "runs each of them once, from noise."
+                f"{name} steps its scheduler {record.steps} times in {steps} steps, so what a held step changes cannot "
+                "be measured, and there are no plans for it. Use easy_cache, mag_cache or tea_cache, or calibrate a "
+                "pipeline that makes each step once."
+            )
+        if record.steps < steps:
+            raise HoldoverError(
+                f"{name} makes {record.steps} of the {steps} steps of its scheduler: calibrate it from noise, such as "
+                "with strength=1. The profile is good for fewer steps too."
             )
         if self._spec is not None and not np.array_equal(self._spec.noise, spec.noise):
             raise HoldoverError("The pipeline's noise levels change from call to call: calibrate one size at a time.")

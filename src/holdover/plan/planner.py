@@ -88,9 +88,10 @@ def plan_problem(spec: GenerationSpec, profile: Profile | None) -> PlanProblem:
             'plan without one: profile="none".'
         )
     mix = mix_for_guidance(facts.mix, facts.guidance, spec.guidance)
-    measurements = Measurements(np.array(facts.noise), profile.grams, profile.growth, mix).at(spec.noise)
+    tied = not facts.branches
+    measurements = Measurements(np.array(facts.noise), profile.grams, profile.growth, mix, tied).at(spec.noise)
     # A custom loop may run both branches although the guidance scale needs one only: use the mix as measured.
-    separate = measurements if all(mix) else replace(measurements, mix=facts.mix)
+    separate = measurements if tied or all(mix) else replace(measurements, mix=facts.mix)
     preconditioning = Preconditioning.of(facts, spec.noise)
     return PlanProblem(spec, separate, facts.branches, measurements.merged, preconditioning, facts.options)
 

@@ -5,8 +5,10 @@ Pipelines combine their branches (cond, uncond) in different ways. The mix is fo
 - The scheduler's input is the same linear mix of the branches' outputs at every step: branches are kept separate.
 - It is such a mix, scaled, plus a share of the latent, differently at each step (models that their pipeline
   preconditions, such as Cosmos): branches are kept separate, together with the `Preconditioning`.
-- It is neither (rescaled norms, cropped outputs, a branch that runs at some steps only): only what the scheduler got is
-  kept.
+- It is a mix of the branches, or of the parts of a doubled batch, that changes from step to step (CogVideoX's dynamic
+  guidance): they are kept separate, with the mix of each step, and are held with the same weights.
+- It is none of these (rescaled norms, cropped outputs, a branch that runs at some steps only): only what the scheduler
+  got is kept.
 """
 
 from __future__ import annotations
@@ -182,27 +184,34 @@ class OutputRecorder(Method[NoneConfig]):
 
 @dataclass(frozen=True)
 class BranchMix:
-    """Gram matrices of the outputs, by branch or of what the scheduler got, and how the scheduler's input is mixed."""
+    """Gram matrices of the outputs, by branch or of what the scheduler got, and how the scheduler's input is mixed.
+
+    Without `branches` there may be several `parts`, with a mix for each step.
+    """
 
     grams: Array
     branches: tuple[str, ...] = ()
     mix: tuple[float, ...] = (1.0,)
     preconditioning: Preconditioning | None = None
+    parts: int = 1
 
     def measurements(self, noise: Array) -> Measurements:
         """The Gram matrices on their noise levels, without error growth."""
-        return Measurements(noise, self.grams, np.zeros((len(self.grams), len(noise) + 1)), self.mix)
+        growth = np.zeros((len(self.grams), len(noise) + 1))
+        return Measurements(noise, self.grams, growth, self.mix, tied=not self.branches)
 
 
 def merge_runs(runs: Sequence[BranchMix]) -> BranchMix:
     """Several runs as one; branches are kept separate if all runs have the same branches and mix."""
     if len({run.preconditioning is None for run in runs}) > 1:
         raise HoldoverError("The pipeline's preconditioning changes from call to call: calibrate one kind of call.")
-    first, mixes = runs[0], np.array([run.mix for run in runs if run.branches == runs[0].branches])
+    first = runs[0]
+    same = [r.mix for r in runs if (r.branches, len(r.mix)) == (first.branches, len(first.mix))]
+    mixes = np.array(same)
     if len(mixes) == len(runs) and np.ptp(mixes, axis=0).max() < _SAME_MIX * np.abs(mixes).max():
         mix = tuple(mixes.mean(axis=0).tolist())
-        return BranchMix(np.concatenate([run.grams for run in runs]), first.branches, mix, first.preconditioning)
-    noise = np.zeros(first.grams.shape[1] // len(first.mix))
+        return replace(first, grams=np.concatenate([run.grams for run in runs]), mix=mix)
+    noise = np.zeros(first.grams.shape[1] // max(first.parts, len(first.branches)))
     merged = np.concatenate([run.measurements(noise).merged.grams for run in runs])
     return BranchMix(merged, preconditioning=first.preconditioning)
 
@@ -212,15 +221,32 @@ def find_mix(
 ) -> BranchMix:
     """How the scheduler's inputs `outputs` are mixed from the branches; without branches if no mix explains them."""
     names, steps, like = tuple(branches), len(outputs), outputs[0]
-    same_shape = [len(b) == steps and (b[0].numel(), len(b[0])) == (like.numel(), len(like)) for b in branches.values()]
-    if not branches or not all(same_shape):
+    if not branches or any(len(b) != steps for b in branches.values()):
         return BranchMix(gram_matrices([outputs]))
+    if any((b[0].numel(), len(b[0])) != (like.numel(), len(like)) for b in branches.values()):
+        return _find_mix_of_steps(branches.values(), outputs) or BranchMix(gram_matrices([outputs]))
     grams = gram_matrices([*branches.values(), outputs])
     found = _find_linear_mix(grams, names, steps)
     if found is None and latents[0].numel() == like.numel():
         found = _find_preconditioned_mix(gram_matrices([*branches.values(), outputs, latents]), names, steps)
     mixed = slice(len(names) * steps, (len(names) + 1) * steps)
-    return found or BranchMix(grams[:, mixed, mixed])
+    return found or _find_mix_of_steps(branches.values(), outputs) or BranchMix(grams[:, mixed, mixed])
+
+
+def _find_mix_of_steps(branches: Iterable[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]) -> BranchMix | None:
+    """The mix of the branches, or of the parts of a doubled batch, where it changes from step to step; else None."""
+    steps = [[part for t in tensors for part in t.split(len(outputs[0]))] for tensors in zip(*branches, strict=True)]
+    count, size = len(steps[0]), outputs[0].numel()
+    if any(len(parts) != count or any(part.numel() != size for part in parts) for parts in steps):
+        return None
+    grams = [gram_matrices([[*parts, output]]).sum(axis=0) for parts, output in zip(steps, outputs, strict=True)]
+    features, target = np.eye(count + 1)[:-1], np.eye(count + 1)[-1]
+    fits = [_regress(features, target, gram) for gram in grams]
+    is_constant = _regress(features, target, np.sum(grams, axis=0))[1] <= _UNEXPLAINED
+    if is_constant or any(unexplained > _UNEXPLAINED for _, unexplained in fits):
+        return None
+    mix = tuple(np.transpose([shares for shares, _ in fits]).flatten().tolist())
+    return BranchMix(gram_matrices(zip(*steps, strict=True)), mix=mix, parts=count)
 
 
 def _find_linear_mix(grams: Array, branches: tuple[str, ...], steps: int) -> BranchMix | None:

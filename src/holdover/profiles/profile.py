@@ -304,7 +304,8 @@ class Profile:
     """Measured constants of one model for every method, with their provenance.
 
     - `grams`: (generations, B N, B N), inner products of the outputs of uncached generations: the outputs that the
-      scheduler gets (B = 1), or those of each of the B `branches`, which are combined by `mix` for the scheduler.
+      scheduler gets (B = 1), or those of each of the B `branches`, which are combined by `mix` for the scheduler. If
+      the mix changes from step to step, `mix` has B N shares, and `branches` is empty: all are held alike.
     - `growth`: (generations, N + 1), how errors grow in generations with held steps.
     - `seams`: the same inner products for the residuals of the blocks, by transformer, if they were measured.
     """
@@ -320,10 +321,13 @@ class Profile:
         is_rising = all(a < b for a, b in pairwise((-1, *facts.starts, steps)))
         _require(is_rising and facts.starts[:1] == (0,), "its starts are not ascending steps from 0")
         _require(len(facts.surprise) in (0, 2), "its surprise is not two numbers")
-        _require(len(facts.mix) == max(1, len(facts.branches)), "its mix does not fit its branches")
+        by_step = not facts.branches and len(facts.mix) > 1
+        parts = len(facts.mix) // steps if by_step else len(facts.mix)
+        fits = len(facts.mix) == parts * steps if by_step else parts == max(1, len(facts.branches))
+        _require(fits, "its mix does not fit its branches")
         fits = len(facts.scale) == len(facts.carry) in (0, steps) and all(facts.scale)
         _require(fits, "its scale and carry do not fit its steps")
-        _require(_is_square(self.grams, steps * len(facts.mix)), "its Gram matrices do not fit its steps and branches")
+        _require(_is_square(self.grams, steps * parts), "its Gram matrices do not fit its steps and branches")
         for name, seam in self.seams.items():
             _require(_is_square(seam, steps), f"the residuals' Gram matrices of {name!r} do not fit its steps")
         _require(self.growth.shape == (len(self.grams), steps + 1), "its error growth does not fit its Gram matrices")
