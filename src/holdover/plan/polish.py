@@ -30,8 +30,8 @@ from ..profiles.files import decode, encode, parse_json, write_file
 from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
-from .planner import search_profile, stored_weights
-from .replay import Replay
+from .planner import search_profile, stored_factors, stored_weights
+from .replay import UNCHANGED, Factors, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
 from .training import IMAGES, ITERATIONS, train
 from .tune import Trials
@@ -240,16 +240,18 @@ class _TrialSearch:
             best, plan, done = known
         begin, separate = stored_weights(plan, self._fitted.spec.ranges), bool(plan.branches)
 
-        def report(iteration: int, value: float, weights: Mapping[int, Weights]) -> None:
+        def report(iteration: int, value: float, weights: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
             nonlocal best, plan
             self._count_runs()
             if value > best:
-                best, plan = value, self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
+                trained = self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
+                told = tuple(factors.get(step, 1.0) for step in candidate[0]) if factors else ()
+                best, plan = value, replace(trained, timestep_factors=told)
             self._log.add(name, best, plan, done + iteration)
 
         if done < iterations:
-            judge = partial(self._judged, candidate[0])
-            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report)
+            judge, factors = partial(self._judged, candidate[0]), stored_factors(plan)
+            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report, factors=factors)
             self._log.add(name, best, plan, iterations)
         return plan
 
@@ -268,14 +270,14 @@ class _TrialSearch:
 
     def quality(self, plan: MeasuredPlan) -> list[float]:
         """What each generation should keep with a plan, by the error of its latents."""
-        return self._quality(plan.computed, stored_weights(plan, self._fitted.spec.ranges))
+        return self._quality(plan.computed, stored_weights(plan, self._fitted.spec.ranges), stored_factors(plan))
 
-    def _judged(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> float:
-        return score(self._quality(computed, weights))
+    def _judged(self, computed: tuple[int, ...], weights: Mapping[int, Weights], factors: Factors = UNCHANGED) -> float:
+        return score(self._quality(computed, weights, factors))
 
-    def _quality(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> list[float]:
+    def _quality(self, computed: tuple[int, ...], weights: Mapping[int, Weights], factors: Factors) -> list[float]:
         """The PSNR that the images should have, by the error of the latents."""
-        errors = np.maximum(self._judge.run(computed, weights), 10 ** (-PSNR_CAP / 10))
+        errors = np.maximum(self._judge.run(computed, weights, factors), 10 ** (-PSNR_CAP / 10))
         return [float(value) for value in (self._profile.facts.psnr_offset or 0.0) - 10 * np.log10(errors)]
 
     def _candidate(self, count: int, options: PlannerOptions) -> Candidate:

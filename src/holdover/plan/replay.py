@@ -34,7 +34,7 @@ from ..engine.method import Runner
 from ..engine.output import OutputRunner
 from ..engine.state import ForwardCall, Outcome
 from ..errors import HoldoverError
-from ..models.inputs import copy_containers, iter_tensors
+from ..models.inputs import copy_containers, iter_tensors, scale_argument
 from ..profiles import PlannerOptions, Profile
 from .calls import Batch, Caller, installed_engine
 from .config import PlanConfig
@@ -47,6 +47,8 @@ from .recording import OutputRecorder, TrajectoryRecord
 _UNEXPLAINED = 1e-4  # of a squared length: what rounding to bfloat16 may leave unexplained
 _SAME_END = 0.2  # of the error of a plan: how far the replayed plan may be from the one that the pipeline runs
 Tables = Mapping[int, Tensor]  # (sets, held steps, anchors) by the computed step before a gap
+Factors = Mapping[int, float | Tensor]  # of the timestep argument, by computed step
+UNCHANGED: Factors = {}
 
 
 class ReplayError(HoldoverError):
@@ -55,17 +57,27 @@ class ReplayError(HoldoverError):
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of the transformer, without its output; `key` is where it gets its latent, `scale` times x."""
+    """One call of the transformer, without its output.
+
+    `key` is where it gets its latent, `scale` times x, and `timestep` where its timestep, if that is floating-point.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     key: int | str
     scale: float
+    timestep: int | str | None
 
-    def run(self, latent: Tensor, recompute: bool) -> Tensor:
-        """(parts, ...): the output for another latent; `recompute` saves memory where there is a gradient."""
-        args, kwargs = copy_containers((list(self.args), dict(self.kwargs)))
+    def run(self, latent: Tensor, factor: float | Tensor | None, recompute: bool) -> Tensor:
+        """(parts, ...): the output for another latent, and for the timestep times `factor` if there is one.
+
+        `recompute` saves memory where there is a gradient.
+        """
+        given = self.args, self.kwargs
+        if factor is not None and self.timestep is not None:
+            given = scale_argument(*given, self.timestep, factor)
+        args, kwargs = copy_containers((list(given[0]), dict(given[1])))
         place: Any = args if isinstance(self.key, int) else kwargs
         place[self.key] = _with_latent(place[self.key], latent * self.scale)
         if recompute and torch.is_grad_enabled():
@@ -192,6 +204,11 @@ class Replay:
             )
 
     @property
+    def has_noise_levels(self) -> bool:
+        """Whether every call gets its timestep as a floating-point tensor, which may be multiplied by a factor."""
+        return all(c.timestep is not None for b in self.batches for calls in b.calls for c in calls.values())
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The transformers that were called."""
         return list(dict.fromkeys(call.module for calls in self.batches[0].calls for call in calls.values()))
@@ -220,33 +237,41 @@ class Replay:
         return found
 
     @torch.no_grad()
-    def run(self, computed: Sequence[int], weights: Mapping[int, Weights]) -> Array:
+    def run(self, computed: Sequence[int], weights: Mapping[int, Weights], factors: Factors = UNCHANGED) -> Array:
         """The mean squared error of the final latent of each generation under a plan."""
-        tables = self.tables(computed, weights)
-        return np.concatenate([self.final_errors(b, computed, tables).double().cpu().numpy() for b in self.batches])
+        tables, batches = self.tables(computed, weights), self.batches
+        errors = [self.final_errors(batch, computed, tables, factors).double().cpu().numpy() for batch in batches]
+        return np.concatenate(errors)
 
-    def final_errors(self, batch: RecordedBatch, computed: Sequence[int], tables: Tables) -> Tensor:
+    def final_errors(
+        self, batch: RecordedBatch, computed: Sequence[int], tables: Tables, factors: Factors = UNCHANGED
+    ) -> Tensor:
         """The mean squared error of the final latent of each generation in a batch."""
-        return self.final_difference(batch, computed, tables).flatten(1).square().mean(1)
+        return self.final_difference(batch, computed, tables, factors).flatten(1).square().mean(1)
 
-    def final_difference(self, batch: RecordedBatch, computed: Sequence[int], tables: Tables) -> Tensor:
+    def final_difference(
+        self, batch: RecordedBatch, computed: Sequence[int], tables: Tables, factors: Factors = UNCHANGED
+    ) -> Tensor:
         """The final latents of a plan minus those of the uncached run."""
         rollout = Rollout(batch)
         for step in computed:
-            self.compute(rollout, step)
+            self.compute(rollout, step, factors.get(step))
             if step in tables:
                 self.hold(rollout, slice(step + 1, step + 1 + tables[step].shape[1]), tables[step])
         return rollout.latent_error(self.response[-1])
 
-    def compute(self, rollout: Rollout, step: int) -> None:
-        """Run the transformer at a computed step; before the first held one, outputs are the recorded ones."""
+    def compute(self, rollout: Rollout, step: int, factor: float | Tensor | None = None) -> None:
+        """Run the transformer at a computed step; outputs are the recorded ones until something differs."""
         batch = rollout.batch
-        if rollout.exact:
+        if rollout.exact and factor is None:
             parts = batch.parts[:, step]
         else:
-            latent = batch.latents[step] + rollout.latent_error(self.response[step])
+            latent = batch.latents[step]
+            if not rollout.exact:
+                latent = latent + rollout.latent_error(self.response[step])
             calls = batch.calls[step]
-            parts = torch.cat([calls[branch].run(latent, self.recompute) for branch in self.branches])
+            parts = torch.cat([calls[branch].run(latent, factor, self.recompute) for branch in self.branches])
+            rollout.exact = False
             self.runs += batch.size / len(self.spec.noise) * (3 if torch.is_grad_enabled() else 1)
         rollout.computed.append(parts)
         rollout.add(parts[:, None], slice(step, step + 1))
@@ -342,8 +367,14 @@ class _CallRecorder(OutputRecorder):
                 raise ReplayError("Its branches change from step to step.")
             calls.append(
                 {
-                    branch: RecordedCall(module, args, kwargs, *find_latent(name, args, kwargs, latents[step]))
-                    for branch, (module, name, args, kwargs, _) in self._inputs[step].items()
+                    branch: RecordedCall(
+                        module,
+                        args,
+                        kwargs,
+                        *find_latent(inputs.latents_name, args, kwargs, latents[step]),
+                        inputs.find_timestep(args, kwargs),
+                    )
+                    for branch, (module, inputs, args, kwargs, _) in self._inputs[step].items()
                 }
             )
             parts.append(torch.cat([split_parts(one[-1], latents[step]) for one in self._inputs[step].values()]))
@@ -362,7 +393,7 @@ class _RecordingRunner(OutputRunner):
         args, kwargs = copy_containers((tuple(call.args), dict(call.kwargs)))
         outcome = super().run(call)
         transformer = call.transformer
-        recorded = (transformer.module, transformer.inputs.latents_name, args, kwargs, outcome.output)
+        recorded = (transformer.module, transformer.inputs, args, kwargs, outcome.output)
         self._recorded.setdefault(call.step, {})[call.branch] = recorded
         return outcome
 
