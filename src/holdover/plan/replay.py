@@ -180,6 +180,11 @@ class Replay:
             self.problem = problem.merged
         self.response = torch.tensor(self.problem.response, dtype=torch.float32, device=self.batches[0].outputs.device)
 
+    def first(self, count: int) -> list[RecordedBatch]:
+        """The first batches, with at least so many generations if there are so many."""
+        sizes = np.cumsum([batch.size for batch in self.batches])
+        return self.batches[: int(np.searchsorted(sizes, count)) + 1]
+
     def check(self, caller: Caller, profile: Profile, batch: Batch) -> None:
         """Run one plan on the first batch with the pipeline too; an error if the two do not end in the same place."""
         assert self.problem.search is not None
@@ -237,9 +242,15 @@ class Replay:
         return found
 
     @torch.no_grad()
-    def run(self, computed: Sequence[int], weights: Mapping[int, Weights], factors: Factors = UNCHANGED) -> Array:
-        """The mean squared error of the final latent of each generation under a plan."""
-        tables, batches = self.tables(computed, weights), self.batches
+    def run(
+        self,
+        computed: Sequence[int],
+        weights: Mapping[int, Weights],
+        factors: Factors = UNCHANGED,
+        batches: Sequence[RecordedBatch] | None = None,
+    ) -> Array:
+        """The mean squared error of the final latent of each generation under a plan; by default of all batches."""
+        tables, batches = self.tables(computed, weights), self.batches if batches is None else batches
         errors = [self.final_errors(batch, computed, tables, factors).double().cpu().numpy() for batch in batches]
         return np.concatenate(errors)
 
@@ -286,8 +297,10 @@ class Replay:
         rollout.exact = False
 
     @torch.no_grad()
-    def fit(self, computed: Sequence[int], options: PlannerOptions) -> dict[int, Weights]:
-        """The weights of all held steps of a schedule, fitted along the path that it takes on all batches."""
+    def fit(
+        self, computed: Sequence[int], options: PlannerOptions, batches: Sequence[RecordedBatch] | None = None
+    ) -> dict[int, Weights]:
+        """The weights of all held steps of a schedule, fitted along its path on some batches; by default on all."""
         separate = bool(self.problem.branches) and options.branch_tie is not None
         problem = replace(self.problem if separate else self.problem.merged, options=options)
         weights: dict[int, Weights] = {}
@@ -295,7 +308,8 @@ class Replay:
             assert problem.search is not None
             simulated = problem.search.model.fit_weights(computed)
             weights = {t: w for t, w in simulated.items() if self.spec.noise[t] > options.fitted_below}
-        rollouts, gaps = [Rollout(batch) for batch in self.batches], self.gaps(computed, options.depth)
+        rollouts = [Rollout(batch) for batch in (self.batches if batches is None else batches)]
+        gaps = self.gaps(computed, options.depth)
         for step in computed:
             for rollout in rollouts:
                 self.compute(rollout, step)

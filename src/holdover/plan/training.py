@@ -37,7 +37,7 @@ _DAMPING = (
     1e-5  # of a gap's normal matrix, relative to its largest eigenvalue: nearly parallel outputs are not told apart
 )
 _CHECKS = 12  # how often the plan is judged
-_PATIENCE = 4  # checks without a better plan before training stops
+_PATIENCE = 6  # checks without a better plan before training stops: the last ones, at low rates, gain most
 _DIRECTIONS = 8  # random directions of one gradient by finite differences
 _STEP = 0.1  # of finite differences, in errors of the final latent
 _NUDGE = 0.01  # of the log of a factor: how far it is moved to see what it does
