@@ -27,6 +27,7 @@ from holdover.profiles.files import compute_digest, encode
 
 STEPS = 6
 NOISE = tuple(np.linspace(1.0, 1 / STEPS, STEPS).tolist())
+PLAN = {"noise": NOISE, "scheduler": "S", "computed": [0, 2], "weights": [1.0], "origin": "polished", "psnr": 1.0}
 
 
 def facts(**changes) -> ProfileFacts:
@@ -55,7 +56,9 @@ def facts(**changes) -> ProfileFacts:
                 MagCacheProfile(**kind, num_inference_steps=2, branches=(("cond", MagCacheRatios((1.0, 0.9))),)),
             ),
         ),
-        schedules=(MeasuredPlan(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5),),
+        schedules=(
+            MeasuredPlan(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5, timestep_factors=(0.99, 1.0, 1.01)),
+        ),
         certificates=(Certificate("psnr>=40", (0, 2), NOISE, 0.95, 0.9, 60, 1, "eeee", "S", "ffff", 3.5, ("style",)),),
     )
     return dataclasses.replace(made, **changes)
@@ -209,6 +212,8 @@ def test_another_version_is_named(saved, version):
         ("guidance", float("inf"), "finite"),
         ("promts", 3, "Did you mean 'prompts'"),
         ("models", [], r"\.models must be an object"),
+        ("schedules", [PLAN | {"timestep_factors": [1.0]}], "1 timestep_factors for 2 computed steps"),
+        ("schedules", [PLAN | {"timestep_factors": [1.0, -0.1]}], "timestep_factors of a plan must be 0.5 to 2"),
     ],
 )
 def test_a_wrong_fact_is_named(saved, name, value, said):

@@ -15,6 +15,7 @@ from benchmarks.speed.methods import UNCACHED, Candidate, candidates
 from benchmarks.speed.models import MODELS
 from benchmarks.speed.run import TINY, Options, Table, build
 from benchmarks.speed.table import NONE_ON_PROCESSOR, NONE_YET, markdown, processor, whole_calls
+from benchmarks.speed.training import measure_training
 
 STEPS = 6
 FLUX = {(row.by, row.label): row for row in candidates(MODELS["flux"].ratios)}
@@ -119,6 +120,14 @@ def test_a_whole_call_is_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = whole_calls(tmp_path / "speed.json")
     assert text.count("| compiled blocks | plan, K = 10 of 50, prompt ") == 2
     assert whole_calls(tmp_path / "none.json") == NONE_YET
+
+
+def test_an_iteration_of_training_is_a_gradient_through_the_computed_steps(tmp_path: Path) -> None:
+    measure_training(Options(tiny=True), Results(tmp_path / "speed.json", 300))
+    (row,) = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert (row["computed"], row["model_calls"]) == (8, 24)
+    assert row["seconds"] > 0
+    assert "One iteration of training" in markdown(tmp_path / "speed.json")
 
 
 def test_float8_rows_are_measured_next_to_the_uncached_eager_run(tmp_path: Path) -> None:

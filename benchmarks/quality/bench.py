@@ -24,6 +24,8 @@ from torch import Tensor
 import holdover
 from holdover.compare import SecondOrderScheduler
 from holdover.metrics import METRICS, Summary, each, lpips, psnr, ssim
+from holdover.plan.calls import Caller, make_batches
+from holdover.plan.replay import Replay
 from holdover.profiles import Profile
 
 # How much is measured
@@ -47,6 +49,9 @@ class Scale:
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
     polished_on: int = 128
+    trained: tuple[int, ...] = (8, 10)
+    trained_on: int = 128
+    iterations: int = 240
     trials: int = 20
     searched: int = 32
     tries: int = 8
@@ -83,6 +88,9 @@ QUICK = Scale(
     generations=(1, 2),
     guidances=(6.0,),
     polished_on=4,
+    trained=(4,),
+    trained_on=2,
+    iterations=2,
     trials=4,
     searched=1,
     tries=1,
@@ -331,6 +339,11 @@ class Bench:
                 progress=False,
                 **self.scale.call,
             )
+
+    def replay(self, sampling: Sampling, prompts: Sequence[str], first_seed: int) -> Replay:
+        """Uncached generations of these prompts, recorded so that plans can be run and trained on them."""
+        profile = self.profile(sampling)
+        return Replay(Caller.like(profile, self.pipe, {}), profile, make_batches(prompts, self.scale.batch, first_seed))
 
     def profile_file(self, sampling: Sampling) -> str:
         """The profile as a file, for methods that read their constants from one."""

@@ -30,7 +30,7 @@ OURS: dict[str, Table] = {
     "plan, polished": rows.polished,
     "plan without a profile": rows.unmeasured,
 }
-FEW_STEPS, FEW_BUDGETS = 8, (5, 6, 7)
+FEW_STEPS = {8: (5, 6, 7), 4: (3,)}  # and the budgets
 OTHERS: dict[str, Table] = {
     "hold, uniform": rows.held,
     "fewer steps": rows.fewer_steps,
@@ -53,7 +53,8 @@ OTHERS: dict[str, Table] = {
 
 def all_parts(scale: Scale) -> dict[str, Part]:
     """Every part by name; those that the verdict needs come first."""
-    main, short, few = Sampling(scale.steps), Sampling(scale.fewer_steps), Sampling(FEW_STEPS)
+    main, short = Sampling(scale.steps), Sampling(scale.fewer_steps)
+    few = {Sampling(steps): budgets for steps, budgets in FEW_STEPS.items()}
     beyond = (*scale.budgets, *scale.beyond)
     fewer: dict[str, Table] = {"plan, transferred": rows.transferred, **OURS, **OTHERS}
     return {
@@ -71,8 +72,9 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         **{_name(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
         _name("effort", main): _table(rows.efforts, main, scale.budgets),
         _name("effort", short): _table(rows.efforts, short, scale.fewer_budgets),
-        _name("effort", few): _table(rows.efforts, few, FEW_BUDGETS),
-        _name("fewer steps", few): _table(rows.fewer_steps, few, FEW_BUDGETS),
+        **{_name("effort", sampling): _table(rows.efforts, sampling, budgets) for sampling, budgets in few.items()},
+        **{_name("fewer steps", s): _table(rows.fewer_steps, s, budgets) for s, budgets in few.items()},
+        "training": studies.train_plans,
     }
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle, islice, product
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 import holdover
 from holdover.errors import HoldoverWarning
 from holdover.metrics import METRICS, Summary, psnr
+from holdover.plan.error_model import Weights
 from holdover.plan.planner import search_profile
+from holdover.plan.replay import Replay
+from holdover.plan.training import train
 from holdover.profiles import Profile
 
 from ..speed.methods import MAG
-from .bench import Bench, Method, Row, Sampling, cached, count_steps, uncached
+from .bench import FIRST_SEED, Bench, Method, Row, Sampling, cached, count_steps, uncached
 from .rows import plan
 
 # Cost
@@ -174,6 +180,49 @@ def noisy_weights(transformer: torch.nn.Module, noise: float) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in transformer.named_parameters():
                 parameter.copy_(own[name])
+
+
+# Training through the model
+
+
+def train_plans(bench: Bench) -> dict[str, Any]:
+    """Quality on prompts not fitted on, by iterations and by calls of the model, with and without noise levels."""
+    scale, sampling = bench.scale, Sampling(bench.scale.steps)
+    prompts = list(islice(cycle(bench.calibration_prompts), scale.trained_on))
+    fitted, other = bench.replay(sampling, prompts, 0), bench.replay(sampling, bench.prompts, FIRST_SEED)
+    offset = bench.profile(sampling).facts.psnr_offset or 0.0
+    plans = product(scale.trained, (False, True))
+    return {"training": [_train(fitted, other, offset, scale.iterations, *plan) for plan in plans]}
+
+
+def _train(
+    fitted: Replay, other: Replay, offset: float, iterations: int, budget: int, noise_levels: bool
+) -> dict[str, Any]:
+    """Train from the planner's schedule and weights fitted along its path; no iteration is chosen, none is left out."""
+    assert fitted.problem.search is not None
+    computed = fitted.problem.search.frontier[budget].computed
+    weights = fitted.fit(computed, replace(fitted.problem.options, fitted_below=1.0))
+    start, before, course = time.perf_counter(), fitted.runs, list[dict[str, Any]]()
+
+    def record(iteration: int, _: float, trained: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
+        errors = other.run(computed, trained, factors)
+        kept = Summary.of((offset - 10 * np.log10(np.maximum(errors, 1e-20))).tolist())
+        calls = round((fitted.runs - before) * len(fitted.spec.noise))
+        row = {"iteration": iteration, "model_calls": calls}
+        course.append(row | {"mean": round(kept.mean, 3), "p10": round(kept.p10, 3)})
+
+    def judge(*_: Any) -> float:
+        return float(len(course))  # every plan is better than the last, so that training does not stop early
+
+    train(fitted, computed, weights, judge, iterations, report=record, noise_levels=noise_levels)
+    return {
+        "computed": budget,
+        "noise_levels": noise_levels and fitted.has_noise_levels,
+        "schedule": str(computed),
+        "fitted_on": sum(batch.size for batch in fitted.batches),
+        "seconds": round(time.perf_counter() - start, 1),
+        "course": course,
+    }
 
 
 # Calibration and storage

@@ -128,11 +128,13 @@ def markdown(figures: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     head = f"{where['device']}, {where['dtype']}, {scale['prompts']} prompts; {versions}; {figures['date']}."
     lines = ["# Quality", "", head, "", _NOTE, "", *_verdict_lines(figures["verdict"]), ""]
-    for steps in (scale["steps"], scale["fewer_steps"]):
-        lines += [f"## {steps} steps", "", *table(rows_of(figures, steps)), ""]
+    known = {row["steps"] for part in figures["parts"].values() for row in part.get("rows", ())}
+    for steps in (scale["steps"], scale["fewer_steps"], *sorted(known - {scale["steps"], scale["fewer_steps"]})):
+        if rows := rows_of(figures, steps):
+            lines += [f"## {steps} steps", "", *table(rows), ""]
     for name in ("generations", "guidance", "other steps", "schedulers"):
         lines += [f"## Calibration: {name}", "", *table(figures["parts"].get(name, {}).get("rows", ())), ""]
-    for name in ("cost", "certificates", "guard", "foreign weights"):
+    for name in ("cost", "training", "certificates", "guard", "foreign weights"):
         lines += [f"## {name.capitalize()}", "", *_bullets(figures["parts"].get(name, {})), ""]
     failed = [f"{name}: {part['error']}" for name, part in figures["parts"].items() if "error" in part]
     return "\n".join([*lines, *(["## Failed", "", *(f"- {line}" for line in failed), ""] if failed else [])])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import RESULTS, ROOT
 
-SECTIONS = ("flux", "qwen", "wan", "flux2", "klein", "growth", "box", "float8", "call")
+SECTIONS = ("flux", "qwen", "wan", "flux2", "klein", "growth", "box", "float8", "call", "training")
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, out: Path) -> int:
     """Run the given sections; returns 3 if the budget ends first."""
-    from . import box, call, run
+    from . import box, call, run, training
     from .measure import OutOfTimeError, Results
 
     if options.cpu:
@@ -65,6 +65,8 @@ def measure(options: argparse.Namespace, out: Path) -> int:
                 run.measure_growth(run.Options(options.tiny), results)
             elif section == "call":
                 call.measure_calls(run.Options(options.tiny), results)
+            elif section == "training":
+                training.measure_training(run.Options(options.tiny), results)
             elif section == "float8":
                 run.Table("flux", run.Options(options.tiny), results, ("float8",)).run()
             elif section == "box":

@@ -47,7 +47,7 @@ def markdown(path: Path) -> str:
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
     rows: list[Row] = figures["rows"]
-    parts = [*models(rows), growth(rows), box(rows), calls(rows), where(figures["runs"], rows)]
+    parts = [*models(rows), growth(rows), box(rows), calls(rows), trained(rows), where(figures["runs"], rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -241,6 +241,27 @@ def _called(row: Row, plain: Row) -> list[str]:
     faster = "" if row is plain or "wall_s" not in plain else _times(plain["wall_s"] / row["wall_s"])
     parts = [f"{row['parts'][part] * 1e3:.0f}" for part in PARTS]
     return [f"{row['wall_s']:.2f}", faster, *parts, f"{row['wall_s'] / row['expected_s'] - 1:+.1%}"]
+
+
+def trained(rows: Sequence[Row]) -> str:
+    """One iteration of training a plan through the model."""
+    of_training = [row for row in rows if row["section"] == "training"]
+    if not of_training:
+        return ""
+    shown = [
+        [row["shape"], f"raises {row['raised']}", "", ""]
+        if "raised" in row
+        else [
+            row["shape"],
+            _figure(row["seconds"], ".2f"),
+            _figure(row["peak_gigabytes"], ".1f"),
+            _figure(row["model_calls"], ".0f"),
+        ]
+        for row in of_training
+    ]
+    head = ("image", "seconds", "peak memory, GB", "model calls")
+    title = f"**One iteration of training, {of_training[0]['title']}**, {of_training[0]['label']}, batch 1"
+    return f"{title}\n\n{markdown_table(head, shown)}"
 
 
 def processor(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib import import_module
 
@@ -75,6 +76,21 @@ def test_a_calibration_that_was_stopped_continues(tmp_path, monkeypatch):
     assert profile.facts.effort == "thorough"
     with pytest.raises(holdover.ConfigError, match="from another calibration"):
         holdover.calibrate(pipeline(), CALIBRATION[::-1], 4, **settings)
+
+
+def test_a_moved_step_is_tried_on_all_generations_only_if_it_is_better_on_a_few(tmp_path, monkeypatch):
+    for name, value in {"VARIANTS": {}, "MAX_TRIALS": 5, "ITERATIONS": 0, "SCREENED": 1}.items():
+        monkeypatch.setattr(TRIALS, name, value)
+    prompts = [*CALIBRATION, "a yellow bus", "two clouds"]
+    settings = {"effort": "thorough", "budgets": [2], "progress": False, "resume": tmp_path}
+    profile = holdover.calibrate(pipeline(), prompts, 5, **settings)
+    trials = json.loads((tmp_path / "thorough.json").read_text())["trials"]
+    screened = {name: trial["score"] for name, trial in trials.items() if name.startswith("screened ")}
+    first, *others = [name for name in trials if name not in screened]
+    assert len(screened) > 2
+    for other in others:
+        assert screened[f"screened {other}"] > screened[f"screened {first}"]
+    assert dict(profile.facts.cost)["generations"] <= expected_cost(4, 5, "thorough", [2])
 
 
 def test_options_of_the_profile_are_those_of_the_planner():

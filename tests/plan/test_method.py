@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
 import holdover
+from holdover.plan.planner import search_profile
+from holdover.profiles import MeasuredPlan
 from snapshots import denoiser, differences, snapshot
 from tiny.pipelines import PIPELINES, run
 
@@ -354,3 +357,36 @@ def test_a_seam_of_the_plan_replays(flux):
         report = cache.reports()["transformer"]
     assert report.ok
     assert report.max_error < 1e-5
+
+
+def test_the_timestep_is_changed_at_the_computed_steps_of_a_plan_that_has_factors_for_them(flux):
+    tiny, pipe, _ = flux
+    computed, profile, seen = (0, 3, 7), calibrated(FLUX), []
+    facts = profile.facts
+    weights = search_profile(profile).model.fit_weights(computed)
+    values = tuple(value for _, held in sorted(weights.items()) for value in held.values)
+    plan = MeasuredPlan(facts.noise, facts.scheduler, computed, values, "polished", 0.0, (), facts.guidance)
+    factors = (1.0, 1.01, 0.9)
+    told = profile.with_facts(schedules=(replace(plan, timestep_factors=factors),))
+    handle = pipe.transformer.time_text_embed.register_forward_pre_hook(lambda _, args: seen.append(float(args[0])))
+    try:
+        images = {}
+        with holdover.enable(pipe, "plan", profile=profile.with_facts(schedules=(plan,)), guard=False) as cache:
+            for name, settings in {
+                "plain": {"budget": 3},
+                "told": {"budget": 3, "profile": told},
+                "newton": {"schedule": computed, "profile": told, "predictor": "newton"},
+                "residuals": {"budget": 3, "profile": told, "quantity": "seam"},
+            }.items():
+                with cache.using(**settings):
+                    run(pipe, **tiny.call(steps=12))
+                    seen.clear()
+                    images[name] = run(pipe, **tiny.call(steps=12)), tuple(seen)
+    finally:
+        handle.remove()
+    plain = images["plain"][1]
+    assert len(plain) == 3
+    assert images["told"][1] == pytest.approx([t * f for t, f in zip(plain, factors, strict=True)], rel=1e-6)
+    assert images["newton"][1] == plain
+    assert set(plain) <= set(images["residuals"][1])
+    assert not torch.equal(images["plain"][0], images["told"][0])

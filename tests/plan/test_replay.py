@@ -9,6 +9,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 import holdover
 from holdover.plan.calls import Caller, make_batches
@@ -16,6 +17,7 @@ from holdover.plan.error_model import DEFAULT_OPTIONS
 from holdover.plan.polish import score
 from holdover.plan.replay import Replay, ReplayError, find_latent, find_mix_of_parts
 from holdover.plan.training import train
+from holdover.profiles import MeasuredPlan
 from tiny.pipelines import PIPELINES
 from tiny.pipelines_image import quiet
 
@@ -36,14 +38,28 @@ EVERYWHERE = replace(DEFAULT_OPTIONS, fitted_below=1.0)
 
 
 @cache
-def replayed(name: str):
+def replayed(name: str, euler: bool = False):
     tiny = PIPELINES[name]
     pipe, call = tiny.build(), keywords(tiny) | MORE.get(name, {})
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler() if euler else pipe.scheduler
     with quiet():
         profile = holdover.calibrate(pipe, [call] * 2, STEPS, effort="quick", progress=False)
         caller = Caller.like(profile, pipe, {})
         replay = Replay(caller, profile, make_batches([call] * 2, 1, 0))
-    return replay, lambda: replay.check(caller, profile, ([call], [0]))
+
+    def final_latent(plan):
+        """The final latent of the first batch when the pipeline runs a plan."""
+        latents = []
+        told = {"callback_on_step_end": lambda pipe, step, timestep, values: latents.append(values["latents"]) or {}}
+        planned = profile.with_facts(schedules=(plan,), options=replay.problem.options)
+        settings = {"profile": planned, "schedule": plan.computed, "guard": False}
+        with quiet(), holdover.enable(pipe, "plan", **settings) as cache:
+            Caller.like(profile, pipe, told)([call], [0])
+            computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}
+        assert computed == set(plan.computed)
+        return latents[-1]
+
+    return replay, lambda: replay.check(caller, profile, ([call], [0])), final_latent
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +69,7 @@ def test_a_replayed_plan_ends_where_that_of_the_pipeline_ends(name, monkeypatch)
     CogVideoX changes its guidance from step to step, and Wan has two experts.
     """
     monkeypatch.setattr(replay_module, "_SAME_END", 0.02)
-    replay, check = replayed(name)
+    replay, check, _ = replayed(name)
     with quiet():
         check()
     replay.batches[0].latents[-1] += 1.0
@@ -64,18 +80,71 @@ def test_a_replayed_plan_ends_where_that_of_the_pipeline_ends(name, monkeypatch)
 
 @pytest.mark.parametrize("differences", [False, True])
 def test_trained_weights_are_better_where_they_were_trained_and_never_worse_than_the_start(differences):
-    replay, _ = replayed("FluxKontextPipeline")
+    replay, _, _ = replayed("FluxKontextPipeline")
     weights = replay.fit(COMPUTED, EVERYWHERE)
 
-    def judge(tried):
-        return score(list(-10 * np.log10(replay.run(COMPUTED, tried))))
+    def judge(tried, factors):
+        return score(list(-10 * np.log10(replay.run(COMPUTED, tried, factors))))
 
     parameters = [p.requires_grad for module in replay.modules for p in module.parameters()]
-    reached, trained = train(replay, COMPUTED, weights, judge, 3 if differences else 8, differences)
-    assert reached > judge(weights)
-    assert reached == pytest.approx(judge(trained), abs=1e-3)
+    reached, *trained = train(replay, COMPUTED, weights, judge, 3 if differences else 8, differences)
+    assert reached > judge(weights, {})
+    assert reached == pytest.approx(judge(*trained), abs=1e-3)
     assert [p.requires_grad for module in replay.modules for p in module.parameters()] == parameters
-    assert train(replay, COMPUTED, weights, lambda tried: 0.0 if tried is weights else -1.0, 2) == (0.0, weights)
+    never = train(replay, COMPUTED, weights, lambda tried, _: 0.0 if tried is weights else -1.0, 2)
+    assert never == (0.0, weights, {})
+
+
+def test_noise_levels_are_trained_with_the_weights_and_from_where_they_are():
+    replay, _, _ = replayed("FluxKontextPipeline")
+    weights, seen = replay.fit(COMPUTED, EVERYWHERE), []
+    keep = {"report": lambda iteration, score, tried, factors: seen.append(factors)}
+    train(replay, COMPUTED, weights, lambda *_: 0.0, 2, factors={3: 1.5}, **keep)
+    assert seen[0] == {3: 1.5}
+    assert seen[-1].keys() == {3, 4}  # before the first held step there is nothing to correct
+    assert seen[-1][3] == pytest.approx(1.5, rel=0.01)
+    assert 0 < abs(seen[-1][4] - 1) < 0.01
+    train(replay, COMPUTED, weights, lambda *_: 0.0, 2, factors={3: 1.5}, noise_levels=False, **keep)
+    assert seen[-1] == {3: 1.5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "euler"),
+    [("FluxKontextPipeline", False), ("StableDiffusion3Pipeline", False), ("WanImageToVideoPipeline[2.2]", True)],
+)
+def test_a_plan_with_noise_levels_ends_where_that_of_the_pipeline_ends(name, euler):
+    """Stable Diffusion 3 has a doubled batch, and Wan has two experts."""
+    replay, _, final_latent = replayed(name, euler)
+    computed = tuple(sorted({*COMPUTED, *(first for first, _ in replay.spec.ranges)}))
+    weights, factors = replay.fit(computed, EVERYWHERE), {step: 1.1 - step / 40 for step in computed}
+    plan = MeasuredPlan(
+        tuple(replay.spec.noise.tolist()),
+        replay.spec.scheduler,
+        computed,
+        tuple(value for _, held in sorted(weights.items()) for value in held.values),
+        "polished",
+        0.0,
+        replay.problem.branches,
+        replay.spec.guidance,
+    )
+    ends, batch = [], replay.batches[0]
+    for told in ({}, factors):
+        changed = replace(plan, timestep_factors=tuple(told.values()))
+        actual = final_latent(changed).to(batch.latents) - batch.latents[-1]
+        ends.append(replay.final_difference(batch, computed, replay.tables(computed, weights), told))
+        assert float((actual - ends[-1]).norm()) < 0.02 * float(actual.norm())
+    assert float((ends[0] - ends[-1]).norm()) > 0.05 * float(ends[0].norm())
+
+
+def test_integer_timesteps_have_no_noise_levels():
+    replay, _, _ = replayed("CogVideoXPipeline")
+    assert not replay.has_noise_levels
+    assert replayed("StableDiffusion3Pipeline")[0].has_noise_levels
+    computed, seen = (0, 3), []
+    weights = replay.fit(computed, EVERYWHERE)
+    train(replay, computed, weights, lambda *_: 0.0, 1, True, report=lambda *plan: seen.append(plan[-1]))
+    assert seen == [{}, {}]
 
 
 def test_what_cannot_be_replayed_is_refused():

@@ -76,6 +76,10 @@ class Method(ABC, Generic[ConfigT]):
         """The predictor of one branch for one generation."""
         return HOLD
 
+    def timestep_factor(self, step: int) -> float | None:
+        """What the timestep argument is multiplied by at a computed step; None leaves it as it is."""
+        return None
+
     def signal(self, transformer: CachedTransformer) -> Signal | None:
         """The signal the policy needs, if it needs one."""
         return None

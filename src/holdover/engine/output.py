@@ -8,7 +8,7 @@ import torch
 
 from ..context import CacheContext
 from ..errors import UnsupportedModelError
-from ..models.inputs import iter_tensors
+from ..models.inputs import iter_tensors, scale_argument
 from ..models.registry import INPUT_SIGNAL
 from .parallel import known_to_shards
 from .state import ForwardCall, Outcome
@@ -37,6 +37,15 @@ class OutputRunner:
             predicted = call.state.predict(call.step)
             assert isinstance(predicted, HeldOutput)
             return Outcome(self.replay(call, predicted), decision, None)
+        factor = call.generation.method.timestep_factor(call.step)
+        if factor is not None:
+            key = self._transformer.inputs.find_timestep(call.args, call.kwargs)
+            if key is None:
+                raise UnsupportedModelError(
+                    f"The plan changes the timestep of {self._transformer.class_name}, which was called without a "
+                    "floating-point tensor as its timestep. Call it as it was when its profile was measured."
+                )
+            call.args, call.kwargs = scale_argument(call.args, call.kwargs, key, factor)
         if call.structure not in self._verified:
             call.keep_inputs()
         output = call.plain(*call.args, **call.kwargs)

@@ -45,6 +45,17 @@ def get_argument(args: Sequence[Any], kwargs: Mapping[str, Any], key: ArgumentKe
     return args[key] if isinstance(key, int) else kwargs[key]
 
 
+def scale_argument(
+    args: Sequence[Any], kwargs: Mapping[str, Any], key: ArgumentKey, factor: float | torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with one tensor multiplied by a factor, in its own dtype."""
+    value = get_argument(args, kwargs, key)
+    scaled = (value * factor).to(value.dtype)
+    if isinstance(key, int):
+        return (*args[:key], scaled, *args[key + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, key: scaled}
+
+
 class ForwardSignature:
     """The parameters of one transformer's forward; inspected once, so that no step of the loop has to."""
 
@@ -65,6 +76,17 @@ class ForwardSignature:
     def get_conditioning(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the conditioning tensors, which distinguish one branch from another."""
         return tuple(iter_tensors([arguments.get(name) for name in self._conditioning]))
+
+    def find_timestep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentKey | None:
+        """Return where a call has its timestep; None if it is not a floating-point tensor."""
+        name = self.timestep_name
+        if name is None:
+            return None
+        key: ArgumentKey = name if name in kwargs else self.names.index(name)
+        if isinstance(key, int) and key >= len(args):
+            return None
+        value = get_argument(args, kwargs, key)
+        return key if isinstance(value, torch.Tensor) and value.is_floating_point() else None
 
     def get_latents(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the noisy latents: one tensor, or one per image; without a known name, the first argument with any."""

@@ -42,7 +42,7 @@ from ..profiles.profile import display_name
 from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Measurements, Weights, fit_output, prediction_error
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
-from .planner import Plan, Planner, PlanProblem, digest_weights, plan_problem
+from .planner import Plan, Planner, PlanProblem, plan_problem
 
 HARD_FACTOR = 2.0  # times the largest ratio in the calibration: compute one more step
 MISMATCH_FACTOR = 8.0  # times its median ratio, over a whole generation: the model is not the one that was measured
@@ -164,10 +164,13 @@ class PlanMethod(Method[PlanConfig]):
     @property
     def digest(self) -> str:
         """A hash of the weights of the plan that was made last."""
-        return digest_weights(next(reversed(self._plans.values())).weights) if self._plans else ""
+        return next(reversed(self._plans.values())).digest if self._plans else ""
 
     def make_runner(self, transformer: CachedTransformer) -> Runner:
         return OutputRunner(transformer)
+
+    def timestep_factor(self, step: int) -> float | None:
+        return None if self._state is None else self._state.plan.timestep_factors.get(step)
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
@@ -254,7 +257,8 @@ class PlanMethod(Method[PlanConfig]):
         weights = self._weights.get((state.problem, computed))
         if weights is None:
             weights = self._weights[state.problem, computed] = self._planner.weights(state.problem, computed)
-        state.plan = replace(state.plan, computed=computed, weights=weights)
+        factors = self._planner.timestep_factors(state.problem, computed)
+        state.plan = replace(state.plan, computed=computed, weights=weights, timestep_factors=factors)
 
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
         """Show the guard the output of a computed step; if it is alarmed, add a computed step."""
@@ -310,6 +314,9 @@ class ResidualPlanMethod(PlanMethod):
 
     def make_runner(self, transformer: CachedTransformer) -> Runner:
         return Method.make_runner(self, transformer)
+
+    def timestep_factor(self, step: int) -> float | None:
+        return None  # factors were trained together with weights for outputs
 
     def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
         state = self._current_state(grid)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +28,26 @@ _MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule and the weights of its held steps; `notes` say where it comes from and what quality to expect."""
+    """A schedule and the weights of its held steps; `notes` say where it comes from and what quality to expect.
+
+    `timestep_factors` multiply the transformer's timestep argument at computed steps.
+    """
 
     computed: tuple[int, ...]
     weights: Mapping[int, Weights]
     notes: tuple[str, ...] = ()
+    timestep_factors: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the weights and factors, rounded to six digits."""
+        return digest_weights(self.weights, self.timestep_factors)
 
 
-def digest_weights(weights: Mapping[int, Weights]) -> str:
-    """A hash of a plan's weights, rounded to six digits."""
-    rounded = [(step, w.anchors, [f"{value:.6g}" for value in w.values]) for step, w in sorted(weights.items())]
+def digest_weights(weights: Mapping[int, Weights], timestep_factors: Mapping[int, float]) -> str:
+    """A hash of a plan's weights and factors, rounded to six digits."""
+    rounded: list[Any] = [(step, w.anchors, [f"{x:.6g}" for x in w.values]) for step, w in sorted(weights.items())]
+    rounded += [(step, f"{factor:.6g}") for step, factor in sorted(timestep_factors.items())]
     return hashlib.sha256(str(rounded).encode()).hexdigest()[:16]
 
 
@@ -139,7 +150,8 @@ class Planner:
         offset = None if self._profile is None else self._profile.facts.psnr_offset
         if offset is not None and chosen.error > 0 and self.fits_weights:
             note += f", expected to keep {chosen.psnr(offset):.0f} dB in nine images of ten"
-        return Plan(chosen.computed, self.weights(problem, chosen.computed), (note,))
+        weights, factors = self.weights(problem, chosen.computed), self.timestep_factors(problem, chosen.computed)
+        return Plan(chosen.computed, weights, (note,), factors)
 
     def weights(self, problem: PlanProblem, computed: Collection[int]) -> dict[int, Weights]:
         """The weights of the held steps of a schedule; empty where held steps are extrapolated with Newton."""
@@ -150,6 +162,13 @@ class Planner:
             return {}
         tried = next((s for s in self._tried_schedules(problem) if s.computed == tuple(computed)), None)
         return problem.search.model.fit_weights(computed) if tried is None else stored_weights(tried, ranges)
+
+    def timestep_factors(self, problem: PlanProblem, computed: Collection[int]) -> dict[int, float]:
+        """The factors of the timestep argument at computed steps, of a schedule that was trained on the model."""
+        if problem.search is None or not self.fits_weights:
+            return {}
+        tried = next((s for s in self._tried_schedules(problem) if s.computed == tuple(computed)), None)
+        return {} if tried is None else stored_factors(tried)
 
     def residual_weights(self, spec: GenerationSpec, transformer: str, computed: Collection[int]) -> dict[int, Weights]:
         """The weights for residuals instead of outputs, each fitted to the residual of its own step."""
@@ -197,7 +216,10 @@ class Planner:
             and Target.parsed(certificate.target).implies(target)
             and _applies(certificate, problem.spec)
             and certificate.adapters == problem.spec.adapters
-            and certificate.plan == digest_weights(self.weights(problem, certificate.computed))
+            and certificate.plan
+            == digest_weights(
+                self.weights(problem, certificate.computed), self.timestep_factors(problem, certificate.computed)
+            )
         ]
         if certified:
             fastest = min(certified, key=lambda certificate: len(certificate.computed))
@@ -228,6 +250,11 @@ def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
         and len(tried.noise) == len(spec.noise)
         and np.allclose(tried.noise, spec.noise)
     )
+
+
+def stored_factors(tried: MeasuredPlan) -> dict[int, float]:
+    """The factors of the timestep argument of a schedule in a profile, by computed step; empty if it has none."""
+    return {step: f for step, f in zip(tried.computed, tried.timestep_factors, strict=False) if f != 1.0}
 
 
 def stored_weights(tried: MeasuredPlan, ranges: Ranges) -> dict[int, Weights]:

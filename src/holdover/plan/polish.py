@@ -3,8 +3,9 @@
 All trials run on recorded generations (replay.py): one half of the prompts is fitted to, the other judges. First the
 planner's options are chosen, each varied in turn for all budgets: `VARIANTS` are the values that trials choose between,
 and no option is fixed because of one model. A thorough calibration then moves single computed steps of each budget's
-schedule while that improves it, and trains its weights through the model (training.py). A plan is stored only if the
-pipeline itself keeps more with it, on the half that judges, than with the plan that the profile had.
+schedule while that improves it, first on a few generations and then on all, and trains its weights through the model
+(training.py). A plan is stored only if the pipeline itself keeps more with it, on the half that judges, than with the
+plan that the profile had.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from ..profiles.files import decode, encode, parse_json, write_file
 from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
-from .planner import search_profile, stored_weights
-from .replay import Replay
+from .planner import search_profile, stored_factors, stored_weights
+from .replay import UNCHANGED, Factors, RecordedBatch, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
 from .training import IMAGES, ITERATIONS, train
 from .tune import Trials
 
-MAX_TRIALS = 60  # of moved steps, for each budget
+MAX_TRIALS = 150  # of moved steps, for each budget
+SCREENED = 16  # generations of each half on which a moved step has to be better first
 VARIANTS: dict[str, tuple[Any, ...]] = {  # by option, in the order in which they are tried
     "fitted_below": (0.5, 1.0),
     "corrected_share": (0.7, 0.85, 1.0),
@@ -196,6 +198,8 @@ class _TrialSearch:
         self._profile, self._scheduler, self._fitted, self._judge = profile, scheduler, fitted, judge
         self._log, self._left, self._bar = log, np.inf if most is None else most, bar
         self._tried: dict[Candidate, tuple[float, MeasuredPlan]] = {}
+        self._screened: dict[Candidate, float] = {}
+        self._generations = sum(batch.size for batch in (*fitted.batches, *judge.batches))
         self._frontiers: dict[PlannerOptions, dict[int, CandidateSchedule]] = {}
 
     def choose_options(self, counts: Sequence[int]) -> PlannerOptions:
@@ -216,17 +220,17 @@ class _TrialSearch:
         """The best plan that was tried for a budget; a thorough search moves single steps and trains weights first."""
         facts, order = self._profile.facts, random.Random(0)
         self._score(self._candidate(count, options))
-        moves, better = MAX_TRIALS if thorough else 0, True
+        trial = self._generations * count / len(facts.noise)  # what one plan costs at most
+        most, better = self._runs + (MAX_TRIALS - 1) * trial, thorough
         while better:
             best, better = max((c for c in self._tried if len(c[0]) == count), key=self._score), False
             near = neighbors(best[0], len(facts.noise), facts.starts)
             moved = [(other, best[1]) for other in near if (other, best[1]) not in self._tried]
             order.shuffle(moved)
-            for candidate in moved[:moves]:
-                if better or not self._can_try([candidate]):
+            for candidate in moved:
+                if better or self._runs + trial > most or not self._can_try([candidate]):
                     break
-                moves -= 1
-                better = self._score(candidate) > self._score(best)
+                better = self._is_better(candidate, best)
         best = max((c for c in self._tried if len(c[0]) == count), key=self._score)
         reached, plan = self._tried[best]
         if not thorough or count == len(facts.noise) or not iterations:
@@ -241,16 +245,18 @@ class _TrialSearch:
             best, plan, done = known
         begin, separate = stored_weights(plan, self._fitted.spec.ranges), bool(plan.branches)
 
-        def report(iteration: int, value: float, weights: Mapping[int, Weights]) -> None:
+        def report(iteration: int, value: float, weights: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
             nonlocal best, plan
             self._count_runs()
             if value > best:
-                best, plan = value, self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
+                trained = self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
+                told = tuple(factors.get(step, 1.0) for step in candidate[0]) if factors else ()
+                best, plan = value, replace(trained, timestep_factors=told)
             self._log.add(name, best, plan, done + iteration)
 
         if done < iterations:
-            judge = partial(self._judged, candidate[0])
-            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report)
+            judge, factors = partial(self._judged, candidate[0]), stored_factors(plan)
+            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report, factors=factors)
             self._log.add(name, best, plan, iterations)
         return plan
 
@@ -269,14 +275,20 @@ class _TrialSearch:
 
     def quality(self, plan: MeasuredPlan) -> list[float]:
         """What each generation should keep with a plan, by the error of its latents."""
-        return self._quality(plan.computed, stored_weights(plan, self._fitted.spec.ranges))
+        return self._quality(plan.computed, stored_weights(plan, self._fitted.spec.ranges), stored_factors(plan))
 
-    def _judged(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> float:
-        return score(self._quality(computed, weights))
+    def _judged(self, computed: tuple[int, ...], weights: Mapping[int, Weights], factors: Factors = UNCHANGED) -> float:
+        return score(self._quality(computed, weights, factors))
 
-    def _quality(self, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> list[float]:
-        """The PSNR that the images should have, by the error of the latents."""
-        errors = np.maximum(self._judge.run(computed, weights), 10 ** (-PSNR_CAP / 10))
+    def _quality(
+        self,
+        computed: tuple[int, ...],
+        weights: Mapping[int, Weights],
+        factors: Factors,
+        batches: Sequence[RecordedBatch] | None = None,
+    ) -> list[float]:
+        """The PSNR that the images should have, by the error of the latents; by default of all batches."""
+        errors = np.maximum(self._judge.run(computed, weights, factors, batches), 10 ** (-PSNR_CAP / 10))
         return [float(value) for value in (self._profile.facts.psnr_offset or 0.0) - 10 * np.log10(errors)]
 
     def _candidate(self, count: int, options: PlannerOptions) -> Candidate:
@@ -294,18 +306,37 @@ class _TrialSearch:
 
     def _score(self, candidate: Candidate) -> float:
         if candidate not in self._tried:
-            known = self._log.get(_name(candidate))
-            if known is None:
-                computed, options = candidate
-                weights = self._fitted.fit(computed, options)
-                value = self._judged(computed, weights)
-                separate = bool(self._fitted.problem.branches) and options.branch_tie is not None
-                known = value, self._measured_plan(candidate, weights, options.depth, separate, value), 0
-                self._log.add(_name(candidate), *known)
-            self._tried[candidate] = known[:2]
-            self._left -= 1
-            self._count_runs()
+            self._tried[candidate] = self._measure(
+                _name(candidate), candidate, self._fitted.batches, self._judge.batches
+            )
+            self._left -= candidate not in self._screened
         return self._tried[candidate][0]
+
+    def _is_better(self, candidate: Candidate, best: Candidate) -> bool:
+        """Whether a plan is better than another; if that saves half of a trial, on a few generations first."""
+        few = self._fitted.first(SCREENED), self._judge.first(SCREENED)
+        if 2 * sum(batch.size for part in few for batch in part) <= self._generations:
+            for plan in {candidate, best} - self._screened.keys():
+                self._screened[plan] = self._measure(f"screened {_name(plan)}", plan, *few)[0]
+                self._left -= plan not in self._tried
+            if self._screened[candidate] <= self._screened[best]:
+                return False
+        return self._score(candidate) > self._score(best)
+
+    def _measure(
+        self, name: str, candidate: Candidate, fitted: Sequence[RecordedBatch], judge: Sequence[RecordedBatch]
+    ) -> tuple[float, MeasuredPlan]:
+        """The score of a plan that is fitted on some batches and judged on others, and the plan."""
+        known = self._log.get(name)
+        if known is None:
+            computed, options = candidate
+            weights = self._fitted.fit(computed, options, fitted)
+            value = score(self._quality(computed, weights, UNCHANGED, judge))
+            separate = bool(self._fitted.problem.branches) and options.branch_tie is not None
+            known = value, self._measured_plan(candidate, weights, options.depth, separate, value), 0
+            self._log.add(name, *known)
+            self._count_runs()
+        return known[:2]
 
     def _measured_plan(
         self, candidate: Candidate, weights: Mapping[int, Weights], depth: int, separate: bool, psnr: float
@@ -316,9 +347,13 @@ class _TrialSearch:
         origin = facts.noise, self._scheduler, candidate[0]
         return MeasuredPlan(*origin, values, "polished", psnr, branches, facts.guidance, depth)
 
+    @property
+    def _runs(self) -> float:
+        return self._fitted.runs + self._judge.runs
+
     def _count_runs(self) -> None:
         """Show what was computed so far."""
-        self._bar.update(round(self._fitted.runs + self._judge.runs) - self._bar.n)
+        self._bar.update(round(self._runs) - self._bar.n)
 
 
 def _name(candidate: Candidate) -> str:

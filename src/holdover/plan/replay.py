@@ -34,7 +34,7 @@ from ..engine.method import Runner
 from ..engine.output import OutputRunner
 from ..engine.state import ForwardCall, Outcome
 from ..errors import HoldoverError
-from ..models.inputs import copy_containers, iter_tensors
+from ..models.inputs import copy_containers, iter_tensors, scale_argument
 from ..profiles import PlannerOptions, Profile
 from .calls import Batch, Caller, installed_engine
 from .config import PlanConfig
@@ -47,6 +47,8 @@ from .recording import OutputRecorder, TrajectoryRecord
 _UNEXPLAINED = 1e-4  # of a squared length: what rounding to bfloat16 may leave unexplained
 _SAME_END = 0.2  # of the error of a plan: how far the replayed plan may be from the one that the pipeline runs
 Tables = Mapping[int, Tensor]  # (sets, held steps, anchors) by the computed step before a gap
+Factors = Mapping[int, float | Tensor]  # of the timestep argument, by computed step
+UNCHANGED: Factors = {}
 
 
 class ReplayError(HoldoverError):
@@ -55,17 +57,27 @@ class ReplayError(HoldoverError):
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of the transformer, without its output; `key` is where it gets its latent, `scale` times x."""
+    """One call of the transformer, without its output.
+
+    `key` is where it gets its latent, `scale` times x, and `timestep` where its timestep, if that is floating-point.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     key: int | str
     scale: float
+    timestep: int | str | None
 
-    def run(self, latent: Tensor, recompute: bool) -> Tensor:
-        """(parts, ...): the output for another latent; `recompute` saves memory where there is a gradient."""
-        args, kwargs = copy_containers((list(self.args), dict(self.kwargs)))
+    def run(self, latent: Tensor, factor: float | Tensor | None, recompute: bool) -> Tensor:
+        """(parts, ...): the output for another latent, and for the timestep times `factor` if there is one.
+
+        `recompute` saves memory where there is a gradient.
+        """
+        given = self.args, self.kwargs
+        if factor is not None and self.timestep is not None:
+            given = scale_argument(*given, self.timestep, factor)
+        args, kwargs = copy_containers((list(given[0]), dict(given[1])))
         place: Any = args if isinstance(self.key, int) else kwargs
         place[self.key] = _with_latent(place[self.key], latent * self.scale)
         if recompute and torch.is_grad_enabled():
@@ -168,6 +180,11 @@ class Replay:
             self.problem = problem.merged
         self.response = torch.tensor(self.problem.response, dtype=torch.float32, device=self.batches[0].outputs.device)
 
+    def first(self, count: int) -> list[RecordedBatch]:
+        """The first batches, with at least so many generations if there are so many."""
+        sizes = np.cumsum([batch.size for batch in self.batches])
+        return self.batches[: int(np.searchsorted(sizes, count)) + 1]
+
     def check(self, caller: Caller, profile: Profile, batch: Batch) -> None:
         """Run one plan on the first batch with the pipeline too; an error if the two do not end in the same place."""
         assert self.problem.search is not None
@@ -190,6 +207,11 @@ class Replay:
                 "A plan does not end where it ends in the pipeline: more than the latent depends on what was held, or "
                 "its scheduler is random or not linear."
             )
+
+    @property
+    def has_noise_levels(self) -> bool:
+        """Whether every call gets its timestep as a floating-point tensor, which may be multiplied by a factor."""
+        return all(c.timestep is not None for b in self.batches for calls in b.calls for c in calls.values())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -220,33 +242,47 @@ class Replay:
         return found
 
     @torch.no_grad()
-    def run(self, computed: Sequence[int], weights: Mapping[int, Weights]) -> Array:
-        """The mean squared error of the final latent of each generation under a plan."""
-        tables = self.tables(computed, weights)
-        return np.concatenate([self.final_errors(b, computed, tables).double().cpu().numpy() for b in self.batches])
+    def run(
+        self,
+        computed: Sequence[int],
+        weights: Mapping[int, Weights],
+        factors: Factors = UNCHANGED,
+        batches: Sequence[RecordedBatch] | None = None,
+    ) -> Array:
+        """The mean squared error of the final latent of each generation under a plan; by default of all batches."""
+        tables, batches = self.tables(computed, weights), self.batches if batches is None else batches
+        errors = [self.final_errors(batch, computed, tables, factors).double().cpu().numpy() for batch in batches]
+        return np.concatenate(errors)
 
-    def final_errors(self, batch: RecordedBatch, computed: Sequence[int], tables: Tables) -> Tensor:
+    def final_errors(
+        self, batch: RecordedBatch, computed: Sequence[int], tables: Tables, factors: Factors = UNCHANGED
+    ) -> Tensor:
         """The mean squared error of the final latent of each generation in a batch."""
-        return self.final_difference(batch, computed, tables).flatten(1).square().mean(1)
+        return self.final_difference(batch, computed, tables, factors).flatten(1).square().mean(1)
 
-    def final_difference(self, batch: RecordedBatch, computed: Sequence[int], tables: Tables) -> Tensor:
+    def final_difference(
+        self, batch: RecordedBatch, computed: Sequence[int], tables: Tables, factors: Factors = UNCHANGED
+    ) -> Tensor:
         """The final latents of a plan minus those of the uncached run."""
         rollout = Rollout(batch)
         for step in computed:
-            self.compute(rollout, step)
+            self.compute(rollout, step, factors.get(step))
             if step in tables:
                 self.hold(rollout, slice(step + 1, step + 1 + tables[step].shape[1]), tables[step])
         return rollout.latent_error(self.response[-1])
 
-    def compute(self, rollout: Rollout, step: int) -> None:
-        """Run the transformer at a computed step; before the first held one, outputs are the recorded ones."""
+    def compute(self, rollout: Rollout, step: int, factor: float | Tensor | None = None) -> None:
+        """Run the transformer at a computed step; outputs are the recorded ones until something differs."""
         batch = rollout.batch
-        if rollout.exact:
+        if rollout.exact and factor is None:
             parts = batch.parts[:, step]
         else:
-            latent = batch.latents[step] + rollout.latent_error(self.response[step])
+            latent = batch.latents[step]
+            if not rollout.exact:
+                latent = latent + rollout.latent_error(self.response[step])
             calls = batch.calls[step]
-            parts = torch.cat([calls[branch].run(latent, self.recompute) for branch in self.branches])
+            parts = torch.cat([calls[branch].run(latent, factor, self.recompute) for branch in self.branches])
+            rollout.exact = False
             self.runs += batch.size / len(self.spec.noise) * (3 if torch.is_grad_enabled() else 1)
         rollout.computed.append(parts)
         rollout.add(parts[:, None], slice(step, step + 1))
@@ -261,8 +297,10 @@ class Replay:
         rollout.exact = False
 
     @torch.no_grad()
-    def fit(self, computed: Sequence[int], options: PlannerOptions) -> dict[int, Weights]:
-        """The weights of all held steps of a schedule, fitted along the path that it takes on all batches."""
+    def fit(
+        self, computed: Sequence[int], options: PlannerOptions, batches: Sequence[RecordedBatch] | None = None
+    ) -> dict[int, Weights]:
+        """The weights of all held steps of a schedule, fitted along its path on some batches; by default on all."""
         separate = bool(self.problem.branches) and options.branch_tie is not None
         problem = replace(self.problem if separate else self.problem.merged, options=options)
         weights: dict[int, Weights] = {}
@@ -270,7 +308,8 @@ class Replay:
             assert problem.search is not None
             simulated = problem.search.model.fit_weights(computed)
             weights = {t: w for t, w in simulated.items() if self.spec.noise[t] > options.fitted_below}
-        rollouts, gaps = [Rollout(batch) for batch in self.batches], self.gaps(computed, options.depth)
+        rollouts = [Rollout(batch) for batch in (self.batches if batches is None else batches)]
+        gaps = self.gaps(computed, options.depth)
         for step in computed:
             for rollout in rollouts:
                 self.compute(rollout, step)
@@ -342,8 +381,14 @@ class _CallRecorder(OutputRecorder):
                 raise ReplayError("Its branches change from step to step.")
             calls.append(
                 {
-                    branch: RecordedCall(module, args, kwargs, *find_latent(name, args, kwargs, latents[step]))
-                    for branch, (module, name, args, kwargs, _) in self._inputs[step].items()
+                    branch: RecordedCall(
+                        module,
+                        args,
+                        kwargs,
+                        *find_latent(inputs.latents_name, args, kwargs, latents[step]),
+                        inputs.find_timestep(args, kwargs),
+                    )
+                    for branch, (module, inputs, args, kwargs, _) in self._inputs[step].items()
                 }
             )
             parts.append(torch.cat([split_parts(one[-1], latents[step]) for one in self._inputs[step].values()]))
@@ -362,7 +407,7 @@ class _RecordingRunner(OutputRunner):
         args, kwargs = copy_containers((tuple(call.args), dict(call.kwargs)))
         outcome = super().run(call)
         transformer = call.transformer
-        recorded = (transformer.module, transformer.inputs.latents_name, args, kwargs, outcome.output)
+        recorded = (transformer.module, transformer.inputs, args, kwargs, outcome.output)
         self._recorded.setdefault(call.step, {})[call.branch] = recorded
         return outcome
 

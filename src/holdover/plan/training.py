@@ -1,16 +1,19 @@
-"""Weights trained through the model, along the whole path of a plan.
+"""Weights and noise levels trained through the model, along the whole path of a plan.
 
 The weights of every gap are changed together: each held step of a gap has the weights it was fitted with plus the same
 change, over all computed outputs so far and for each branch. This is everything that reaches the next computed step
-under a scheduler that is linear in the outputs, with K (K + 1) / 2 numbers a branch for K computed steps.
+under a scheduler that is linear in the outputs, with K (K + 1) / 2 numbers a branch for K computed steps. Where the
+timestep is a floating-point argument, each computed step after the first held one also has a factor exp(p) by which
+that argument is multiplied: the noise level that the model is told.
 
 Adam minimizes the mean log of the squared error of the final latent. A parameter changes the weights along an
-eigenvector of the gap's normal matrix, so that a change of 1 moves the final latent by the error that it has. The
+eigenvector of the gap's normal matrix, or the log of a factor, so that a change of 1 moves the final latent by the
+error that it has. The
 gradient goes through the computed steps of the transformer. Where its backward does not fit or is not implemented, it
 comes from antithetic finite differences: the loss at parameters moved by +e and -e, for random e.
 
-The result is a table of weights as before; nothing is added to a generation. Prior work on small learned linear
-solvers: bespoke non-stationary solvers, arXiv:2403.01329.
+The result is a table of weights as before, and of factors: a generation computes nothing more. Prior work on small
+learned linear solvers: bespoke non-stationary solvers, arXiv:2403.01329.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .error_model import Weights
-from .replay import RecordedBatch, Replay, Rollout
+from .replay import UNCHANGED, Factors, RecordedBatch, Replay, Rollout
 
 ITERATIONS = 120
 IMAGES = 24  # generations that one gradient is averaged over, at least, if there are so many
@@ -34,11 +37,15 @@ _DAMPING = (
     1e-5  # of a gap's normal matrix, relative to its largest eigenvalue: nearly parallel outputs are not told apart
 )
 _CHECKS = 12  # how often the plan is judged
-_PATIENCE = 4  # checks without a better plan before training stops
+_PATIENCE = 6  # checks without a better plan before training stops: the last ones, at low rates, gain most
 _DIRECTIONS = 8  # random directions of one gradient by finite differences
 _STEP = 0.1  # of finite differences, in errors of the final latent
+_NUDGE = 0.01  # of the log of a factor: how far it is moved to see what it does
+_LARGEST = 0.02  # change of the log of a factor that one parameter of 1 makes, where it does little
+_FURTHEST = 0.5  # the log of a factor
 _LARGE = 5e8  # parameters from which intermediate values are computed again instead of kept
-Judge = Callable[[Mapping[int, Weights]], float]
+Judge = Callable[[Mapping[int, Weights], Mapping[int, float]], float]
+Report = Callable[[int, float, Mapping[int, Weights], Mapping[int, float]], None]
 
 
 def train(
@@ -48,15 +55,19 @@ def train(
     judge: Judge,
     iterations: int = ITERATIONS,
     differences: bool = False,
-    report: Callable[[int, float, Mapping[int, Weights]], None] = lambda iteration, score, weights: None,
-) -> tuple[float, dict[int, Weights]]:
-    """The best plan seen and its score: the weights it starts from, or trained ones that `judge` scores higher.
+    report: Report = lambda *_: None,
+    factors: Mapping[int, float] | None = None,
+    noise_levels: bool = True,
+) -> tuple[float, dict[int, Weights], dict[int, float]]:
+    """The best plan seen, its score, weights and factors: those it starts from, or others that `judge` scores higher.
 
-    `judge` has generations of its own that the weights are not trained on. With `differences`, or where a gradient
-    cannot be computed, finite differences are used. `report` is called with each score and its weights.
+    `judge` has generations of its own that the plan is not trained on. With `differences`, or where a gradient cannot
+    be computed, finite differences are used. `report` is called with the iteration and each plan. Without
+    `noise_levels`, the factors of the timestep stay as they are.
     """
-    plan = TrainedPlan(replay, computed, weights)
-    best = judge(weights), dict(weights)
+    factors = dict(factors or {})
+    plan = TrainedPlan(replay, computed, weights, factors, noise_levels)
+    best = judge(weights, factors), dict(weights), factors
     report(0, *best)
     if not plan.parameters.numel():
         return best
@@ -78,39 +89,58 @@ def train(
             optimizer.step()
             schedule.step()
             if iteration % max(1, iterations // _CHECKS) == 0:
-                trained = plan.weights()
-                score = judge(trained)
-                report(iteration, score, trained)
-                best, stale = ((score, trained), 0) if score > best[0] else (best, stale + 1)
+                trained = plan.weights(), plan.factors()
+                score = judge(*trained)
+                report(iteration, score, *trained)
+                best, stale = ((score, *trained), 0) if score > best[0] else (best, stale + 1)
                 if stale == _PATIENCE:
                     break
     return best
 
 
 class TrainedPlan:
-    """The parameters of one plan, and its weights."""
+    """The parameters of one plan, its weights, and the factors of its timesteps."""
 
-    def __init__(self, replay: Replay, computed: tuple[int, ...], weights: Mapping[int, Weights]) -> None:
-        self.replay, self.computed = replay, computed
+    def __init__(
+        self,
+        replay: Replay,
+        computed: tuple[int, ...],
+        weights: Mapping[int, Weights],
+        factors: Mapping[int, float] | None = None,
+        noise_levels: bool = True,
+    ) -> None:
+        self.replay, self.computed, self._factors = replay, computed, dict(factors or {})
         self._gaps = replay.gaps(computed, len(computed))
         known = replay.tables(computed, weights)
         self._start = {  # over all computed outputs of the expert
             step: torch.nn.functional.pad(known[step], (len(anchors) - known[step].shape[2], 0))
             for step, (_, anchors) in self._gaps.items()
         }
-        with torch.no_grad():
-            self._scales = self._find_scales()
+        self._scales, self._nudges = dict[int, Tensor](), dict[int, float]()
+        if self._gaps:
+            with torch.no_grad():
+                self._find_scales(noise_levels and replay.has_noise_levels)
         sizes = [scale.shape[1] for scale in self._scales.values()]
-        self.parameters = torch.zeros(sum(sizes), device=replay.response.device, requires_grad=True)
-        self._sizes = sizes
+        self._sizes = [*sizes, len(self._nudges)]
+        self.parameters = torch.zeros(sum(self._sizes), device=replay.response.device, requires_grad=True)
 
-    def _find_scales(self) -> dict[int, Tensor]:
-        """By gap, the change of its weights for each of its parameters: a matrix with one column for each."""
+    def _find_scales(self, noise_levels: bool) -> None:
+        """By gap, the change of its weights for each of its parameters: a matrix with one column for each.
+
+        By computed step, the change of the log of its factor.
+        """
         replay, batch = self.replay, self.replay.batches[0]
-        error = float(replay.final_errors(batch, self.computed, self._start).mean().sqrt())
-        rollout, scales = Rollout(batch), {}
+        final = replay.final_difference(batch, self.computed, self._start, self._factors)
+        error = float(final.square().mean().sqrt())
+        first = min(self._gaps)  # up to this step there is nothing to correct
+        for step in (step for step in self.computed if step > first and noise_levels):
+            nudged = self._factors | {step: self._factors.get(step, 1.0) * math.exp(_NUDGE)}
+            moved = replay.final_difference(batch, self.computed, self._start, nudged) - final
+            reached = float(moved.square().mean().sqrt()) / _NUDGE
+            self._nudges[step] = min(error / max(reached, 1e-12), _LARGEST)
+        rollout = Rollout(batch)
         for step in self.computed:
-            replay.compute(rollout, step)
+            replay.compute(rollout, step, self._factors.get(step))
             if step not in self._gaps:
                 continue
             gap, anchors = self._gaps[step]
@@ -119,21 +149,32 @@ class TrainedPlan:
             values, vectors = torch.linalg.eigh((features @ features.T / features.shape[1]).cpu())
             reach = float(replay.response[-1, gap].sum().abs().clamp_min(1e-6))
             columns = vectors / (values.clamp_min(0) + _DAMPING * values[-1]).sqrt() * error / reach
-            scales[step] = columns.float().to(table.device)
+            self._scales[step] = columns.float().to(table.device)
             replay.hold(rollout, gap, table)
-        return scales
 
     def tables(self, parameters: Tensor) -> dict[int, Tensor]:
         """The weights of each gap."""
         found = {}
-        for (step, start), part in zip(self._start.items(), torch.split(parameters, self._sizes), strict=True):
+        *parts, _ = torch.split(parameters, self._sizes)
+        for (step, start), part in zip(self._start.items(), parts, strict=True):
             change = (self._scales[step] @ part).reshape(len(start), 1, -1)
             found[step] = start + change
         return found
 
+    def scaled_factors(self, parameters: Tensor) -> Factors:
+        """The factor of the timestep at each computed step."""
+        if not self._nudges:
+            return self._factors or UNCHANGED
+        changes = torch.split(parameters, self._sizes)[-1]
+        return {
+            step: (math.log(self._factors.get(step, 1.0)) + nudge * change).clamp(-_FURTHEST, _FURTHEST).exp()
+            for (step, nudge), change in zip(self._nudges.items(), changes, strict=True)
+        }
+
     def loss(self, batch: RecordedBatch, parameters: Tensor) -> Tensor:
         """The mean log of the squared error of the final latents."""
-        errors = self.replay.final_errors(batch, self.computed, self.tables(parameters))
+        factors = self.scaled_factors(parameters)
+        errors = self.replay.final_errors(batch, self.computed, self.tables(parameters), factors)
         return (errors + 1e-12).log().mean()
 
     @torch.no_grad()
@@ -145,6 +186,11 @@ class TrainedPlan:
             for held, values in zip(range(gap.start, gap.stop), table.transpose(0, 1).double().cpu(), strict=True):
                 found[held] = Weights(anchors, tuple(values.flatten().tolist()))
         return found
+
+    @torch.no_grad()
+    def factors(self) -> dict[int, float]:
+        """The factor of the timestep at each computed step; empty if there are none."""
+        return {step: float(factor) for step, factor in self.scaled_factors(self.parameters).items()}
 
 
 def _backward(plan: TrainedPlan, batches: Sequence[RecordedBatch]) -> bool:

@@ -222,6 +222,7 @@ class MeasuredPlan:
 
     `weights` are those of the held steps one after the other, each over the last `depth` computed steps, for all
     branches together or for each of `branches`. `psnr` is its quality on prompts that the weights were not fitted to.
+    `timestep_factors` multiply the transformer's timestep argument at each computed step; 1, or none at all, leaves it.
     """
 
     noise: tuple[float, ...]
@@ -233,6 +234,12 @@ class MeasuredPlan:
     branches: tuple[str, ...] = ()
     guidance: float | None = None
     depth: int = 4
+    timestep_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        factors, count = self.timestep_factors, len(self.computed)
+        _require(len(factors) in (0, count), f"a plan has {len(factors)} timestep_factors for {count} computed steps")
+        _require(all(0.5 <= f <= 2 for f in factors), "the timestep_factors of a plan must be 0.5 to 2")
 
 
 @dataclass(frozen=True)
