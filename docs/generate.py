@@ -325,7 +325,8 @@ def benchmark(results: str) -> str:
     figures, verdict = figures_of(results), _benchmark("quality.verdict")
     scale, where = figures["scale"], figures["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    made = f"{where['device']}, {where['dtype']}, {scale['prompts']} prompts; {versions}; {figures['date'][:10]}."
+    dtype = where["dtype"] + (" with TF32 products" if scale.get("tf32") else "")
+    made = f"{where['device']}, {dtype}, {scale['prompts']} prompts; {versions}; {figures['date'][:10]}."
     if "timing" in figures:
         uncached = f"{figures['timing']['uncached']:.2f} CPU seconds without a cache"
         made += f" Time: one image on one thread of {figures['timing']['processor']}, {uncached}."

@@ -59,6 +59,7 @@ class Scale:
     confidence: float = 0.95
     noises: tuple[float, ...] = (0.02, 0.05)
     repeats: int = 3
+    tf32: bool = False
     call: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -250,7 +251,7 @@ class Bench:
     """
 
     def __init__(self, scale: Scale, device: str, shared: Path) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = scale.tf32
         self.scale = scale
         self.pipe = holdover.load(scale.model).to(device)
         self.pipe.set_progress_bar_config(disable=True)

@@ -22,7 +22,6 @@ import torch
 
 from holdover.compare.runner import describe_environment
 from holdover.errors import ConfigError, HoldoverWarning
-from holdover.profiles.profile import EFFORTS
 
 from . import rows, studies
 from .bench import Bench, Row, Sampling, Scale
@@ -31,7 +30,7 @@ from .verdict import judge
 Figures = dict[str, Any]
 Part = Callable[[Bench], Figures]
 Table = Callable[[Bench, Sampling, Sequence[int]], list[Row]]
-EFFORT: dict[str, Table] = {f"effort {each}": partial(rows.planned_with, each) for each in reversed(EFFORTS)}
+EFFORT: dict[str, Table] = {f"effort {each}": partial(rows.planned_with, each) for each in ("standard", "quick")}
 FEW: dict[int, tuple[int, ...]] = {8: (5, 6, 7), 4: (2, 3)}  # steps of distilled models, with budgets
 OTHERS: dict[str, Table] = {  # those that take longest first; the last ones need a profile
     "cache_dit": rows.cache_dit,
@@ -60,12 +59,18 @@ def all_parts(scale: Scale) -> dict[str, Part]:
     fewer: dict[str, Table] = {"fewer steps": rows.fewer_steps}
     polished: dict[str, Table] = {"plan, polished": rows.polished}
     few = [_parts(EFFORT | fewer, Sampling(steps), budgets) for steps, budgets in FEW.items()]
+    tables = {scale.steps: scale.budgets, scale.fewer_steps: scale.fewer_budgets, **FEW}
+    thorough = [  # a part for each budget, because it costs many times as much
+        _parts({f"effort thorough at {budget}": partial(rows.planned_with, "thorough")}, Sampling(steps), (budget,))
+        for steps, budgets in reversed(tables.items())
+        for budget in budgets
+    ]
     return {
         **_parts(EFFORT, main, scale.budgets),
         **_parts(OTHERS, main, (*scale.budgets, *scale.beyond)),
         **_parts(plans, main, scale.budgets),
         **_parts(EFFORT | OTHERS | plans, short, scale.fewer_budgets),
-        **{name: part for parts in few for name, part in parts.items()},
+        **{name: part for parts in (*few, *thorough) for name, part in parts.items()},
         "generations": studies.calibrate_on_fewer_generations,
         "guidance": studies.use_at_other_guidance,
         "other steps": studies.use_at_other_steps,
