@@ -96,7 +96,7 @@ QUICK = Scale(
     confidence=0.5,
     noises=(0.05,),
     repeats=1,
-    call={"height": 32, "width": 32},
+    call={"height": 36, "width": 36},
 )
 
 

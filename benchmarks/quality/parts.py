@@ -109,7 +109,8 @@ def measure(
         TemporaryDirectory() as shared,
         ProcessPoolExecutor(jobs, spawn, _start_worker, (scale, device, Path(shared))) as workers,
     ):
-        figures = _load(out, scale, workers.submit(_describe).result())
+        described = [workers.submit(_describe) for _ in range(jobs)]  # starts all processes
+        figures = _load(out, scale, described[0].result())
         lacking = [name for name in names if "error" in figures["parts"].get(name, {"error": "not measured"})]
         while lacking or running:
             if lacking and time.perf_counter() - begin > limit:

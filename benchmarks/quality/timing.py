@@ -17,7 +17,7 @@ import torch
 
 from holdover.selector import BACKENDS
 
-from ..report import processor
+from ..report import cpu_model
 from .bench import Bench, Method, Sampling, Scale, cached, diffusers_cache, fewer, uncached
 from .verdict import rows_of
 
@@ -32,7 +32,7 @@ def add_seconds(figures: dict[str, Any], write: Callable[[], None]) -> None:
     with TemporaryDirectory() as shared:
         bench = Bench(Scale(model=model), "cpu", Path(shared))
         if "timing" not in figures:
-            figures["timing"] = {"uncached": _seconds(bench, uncached(), sampling), "processor": processor()}
+            figures["timing"] = {"uncached": _seconds(bench, uncached(), sampling), "processor": cpu_model()}
         for row in rows_of(figures, sampling.steps):
             if "cpu_seconds" in row or "kind" not in row:
                 continue
