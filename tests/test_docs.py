@@ -32,6 +32,7 @@ from holdover.models import registry
 from tiny.prompted import prompted_flux, prompted_qwen, prompted_wan
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # docs/benchmark.md imports the `benchmarks` folder
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PIPELINES = {"pipe": prompted_flux, "wan": prompted_wan}
 CHECKPOINTS = {

@@ -1,7 +1,7 @@
 """How close cached images stay to uncached ones: `python -m benchmarks.quality --device cuda`.
 
 A run with an existing result file continues it, and `--jobs 12` runs parts next to each other. With an existing file,
-`python -m benchmarks.quality time` adds the CPU seconds of each row; `plot` plots the frontiers and writes the table.
+`python -m benchmarks.quality time` adds the CPU seconds of each row, and `plot` writes the plots and the documentation.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
+import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-from holdover.errors import HoldoverWarning
 from holdover.zoo import MODELS
 
 from .. import RESULTS, ROOT
@@ -33,10 +31,10 @@ def main() -> int:
     if options.what == "time":
         from .timing import add_seconds
 
-        add_seconds(figures)
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+        add_seconds(figures, lambda: out.write_text(json.dumps(figures, indent=1) + "\n"))
     if options.what == "plot":
         print(*plot(figures, options.into, out.stem), sep="\n")
+        subprocess.run([sys.executable, ROOT / "docs" / "generate.py"], check=True)
     text = markdown(figures)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
@@ -51,11 +49,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=None, help="how many of the 128 test prompts")
     parser.add_argument("--batch", type=int, default=None, help="images per batch")
+    parser.add_argument("--searched", type=int, default=None, help="prompts that settings are searched on")
+    parser.add_argument("--tries", type=int, default=None, help="settings tried of each kind")
+    parser.add_argument("--polished-on", type=int, default=None, help="prompts of an effort's calibration")
+    parser.add_argument("--tf32", action="store_true", default=None, help="matrix products in TF32, uncached ones too")
     parser.add_argument("--quick", action="store_true", help="a small version of every part, to check that it runs")
     parser.add_argument("--out", type=Path, default=None, help="result file; an existing one is continued")
     parser.add_argument("--into", type=Path, default=ROOT / "docs" / "assets", help="folder for plots")
     parser.add_argument("--limit", type=float, default=float("inf"), help="start no part after this many seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that measure parts next to each other")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that measure parts side by side")
     parser.add_argument(
         "--part", action="append", default=[], help="run only parts whose name contains this; repeatable"
     )
@@ -63,20 +65,13 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, out: Path) -> None:
-    import torch
-
     from .bench import QUICK, Scale
-    from .parts import measure, measure_side_by_side
+    from .parts import measure
 
-    torch.set_num_threads(1)
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", HoldoverWarning)
-    given = {name: value for name in ("model", "prompts", "batch") if (value := getattr(options, name)) is not None}
+    names = ("model", "prompts", "batch", "searched", "tries", "polished_on", "tf32")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     scale = dataclasses.replace(QUICK if options.quick else Scale(), **given)
-    if options.jobs > 1:
-        measure_side_by_side(scale, sys.argv[1:], out, options.part, options.jobs)
-    else:
-        measure(scale, options.device, out, options.limit, options.part)
+    measure(scale, options.device, out, options.limit, options.part, options.jobs)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from diffusers import (
     TaylorSeerCacheConfig,
     UniPCMultistepScheduler,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import holdover
@@ -62,6 +64,7 @@ class Scale:
     confidence: float = 0.95
     noises: tuple[float, ...] = (0.02, 0.05)
     repeats: int = 3
+    tf32: bool = False
     call: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -101,7 +104,7 @@ QUICK = Scale(
     confidence=0.5,
     noises=(0.05,),
     repeats=1,
-    call={"height": 24, "width": 24},
+    call={"height": 36, "width": 36},
 )
 
 
@@ -250,10 +253,13 @@ class Generated:
 
 
 class Bench:
-    """A built-in model with the test prompts; references and profiles are computed once."""
+    """A built-in model with the test prompts.
 
-    def __init__(self, scale: Scale, device: str) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    References and profiles are computed once, by the first process that needs them, and shared in a folder.
+    """
+
+    def __init__(self, scale: Scale, device: str, shared: Path) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = scale.tf32
         self.scale = scale
         self.pipe = holdover.load(scale.model).to(device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -261,9 +267,8 @@ class Bench:
         self.prompts = prompts.splitlines()[: scale.prompts]
         self.calibration_prompts = self.pipe.calibration_prompts()
         self.search_prompts = self.calibration_prompts[-scale.searched :]
-        self.folder = TemporaryDirectory()
+        self._shared = shared
         self._references: dict[tuple[Sampling, bool], torch.Tensor] = {}
-        self._profiles: dict[tuple[Sampling, int], Profile] = {}
 
     def generate(self, method: Method, sampling: Sampling, searched: bool = False) -> Generated:
         """The images of the test prompts, or of those that settings are searched on."""
@@ -281,7 +286,11 @@ class Bench:
     def reference(self, sampling: Sampling, searched: bool = False) -> torch.Tensor:
         """The uncached images of the same prompts."""
         if (sampling, searched) not in self._references:
-            self._references[sampling, searched] = self.generate(uncached(), sampling, searched).images
+            path = self._shared / f"{_file_name(sampling, searched)}.safetensors"
+            with _alone(path) as missing:
+                if missing:
+                    save_file({"images": self.generate(uncached(), sampling, searched).images.contiguous()}, path)
+            self._references[sampling, searched] = load_file(path, str(self.pipe.device))["images"]
         return self._references[sampling, searched]
 
     def score(self, method: Method, sampling: Sampling) -> tuple[float, float]:
@@ -307,11 +316,17 @@ class Bench:
 
     def profile(self, sampling: Sampling, count: int | None = None) -> Profile:
         """The model measured on the first calibration prompts."""
+        return Profile.load(self.profile_file(sampling, count))
+
+    def profile_file(self, sampling: Sampling, count: int | None = None) -> str:
+        """The profile as a file, for methods that read their constants from one."""
         count = count or self.scale.calibrated_on
-        if (sampling, count) not in self._profiles:
-            with self._scheduler(sampling.scheduler):
-                self._profiles[sampling, count] = self._calibrate(sampling, count)
-        return self._profiles[sampling, count]
+        path = self._shared / f"{_file_name(sampling, count)}.profile.safetensors"
+        with _alone(path) as missing:
+            if missing:
+                with self._scheduler(sampling.scheduler):
+                    self._calibrate(sampling, count).save(path)
+        return str(path)
 
     def polish(self, sampling: Sampling, budget: int) -> Profile:
         """The profile with a plan improved by trial runs on more calibration prompts, none of which is tested."""
@@ -344,13 +359,6 @@ class Bench:
         """Uncached generations of these prompts, recorded so that plans can be run and trained on them."""
         profile = self.profile(sampling)
         return Replay(Caller.like(profile, self.pipe, {}), profile, make_batches(prompts, self.scale.batch, first_seed))
-
-    def profile_file(self, sampling: Sampling) -> str:
-        """The profile as a file, for methods that read their constants from one."""
-        path = Path(self.folder.name) / f"{sampling.steps}-{sampling.guidance}-{sampling.scheduler}.safetensors"
-        if not path.exists():
-            self.profile(sampling).save(path)
-        return str(path)
 
     def _calibrate(self, sampling: Sampling, count: int) -> Profile:
         return holdover.calibrate(
@@ -393,6 +401,19 @@ class Bench:
             yield
         finally:
             self.pipe.scheduler = own
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Hold a lock on a file that does not change once it is there; yields whether this process has to write it."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not path.exists()
+
+
+def _file_name(sampling: Sampling, *more: object) -> str:
+    """A file name for these values."""
+    return re.sub(r"[^\w.]+", "-", "-".join(map(str, (*asdict(sampling).values(), *more))))
 
 
 def _figures(values: torch.Tensor, higher_is_better: bool) -> dict[str, float | None]:

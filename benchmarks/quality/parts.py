@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
+import logging
+import multiprocessing
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from holdover.compare.runner import describe_environment
-from holdover.errors import ConfigError
+from holdover.errors import ConfigError, HoldoverWarning
 
 from . import rows, studies
 from .bench import Bench, Row, Sampling, Scale
@@ -25,110 +30,100 @@ from .verdict import judge
 Figures = dict[str, Any]
 Part = Callable[[Bench], Figures]
 Table = Callable[[Bench, Sampling, Sequence[int]], list[Row]]
-OURS: dict[str, Table] = {
-    "plan": rows.planned,
-    "plan, polished": rows.polished,
-    "plan without a profile": rows.unmeasured,
-}
-FEW_STEPS = {8: (5, 6, 7), 4: (3,)}  # and the budgets
-OTHERS: dict[str, Table] = {
-    "hold, uniform": rows.held,
-    "fewer steps": rows.fewer_steps,
-    "after L2P": rows.after_l2p,
-    "after DPCache": rows.after_dpcache,
+EFFORT: dict[str, Table] = {f"effort {each}": partial(rows.planned_with, each) for each in ("standard", "quick")}
+FEW: dict[int, tuple[int, ...]] = {8: (5, 6, 7), 4: (2, 3)}  # steps of distilled models, with budgets
+OTHERS: dict[str, Table] = {  # those that take longest first; the last ones need a profile
     "cache_dit": rows.cache_dit,
     "diffusers TaylorSeer": rows.diffusers_taylorseer,
-    "diffusers first-block": rows.diffusers_first_block,
-    "diffusers MagCache": rows.diffusers_mag,
+    "taylor_seer": rows.taylor_seer,
+    "spectrum": rows.spectrum,
     "diffusers SeaCache": rows.diffusers_sea,
-    "tea_cache": rows.tea_cache,
-    "mag_cache": rows.mag_cache,
+    "diffusers MagCache": rows.diffusers_mag,
     "easy_cache": rows.easy_cache,
     "sea_cache": rows.sea_cache,
     "first_block": rows.first_block,
-    "taylor_seer": rows.taylor_seer,
-    "spectrum": rows.spectrum,
+    "diffusers first-block": rows.diffusers_first_block,
+    "fewer steps": rows.fewer_steps,
+    "hold, uniform": rows.held,
+    "mag_cache": rows.mag_cache,
+    "tea_cache": rows.tea_cache,
+    "after L2P": rows.after_l2p,
+    "after DPCache": rows.after_dpcache,
 }
 
 
 def all_parts(scale: Scale) -> dict[str, Part]:
-    """Every part by name; those that the verdict needs come first."""
+    """Every part by name, the most important first."""
     main, short = Sampling(scale.steps), Sampling(scale.fewer_steps)
-    few = {Sampling(steps): budgets for steps, budgets in FEW_STEPS.items()}
-    beyond = (*scale.budgets, *scale.beyond)
-    fewer: dict[str, Table] = {"plan, transferred": rows.transferred, **OURS, **OTHERS}
+    plans: dict[str, Table] = {"plan": rows.planned, "plan without a profile": rows.unmeasured}
+    fewer: dict[str, Table] = {"fewer steps": rows.fewer_steps}
+    polished: dict[str, Table] = {"plan, polished": rows.polished}
+    few = [_parts(EFFORT | fewer, Sampling(steps), budgets) for steps, budgets in FEW.items()]
+    tables = {scale.steps: scale.budgets, scale.fewer_steps: scale.fewer_budgets, **FEW}
+    thorough = [  # a part for each budget, because it costs many times as much
+        _parts({f"effort thorough at {budget}": partial(rows.planned_with, "thorough")}, Sampling(steps), (budget,))
+        for steps, budgets in reversed(tables.items())
+        for budget in budgets
+    ]
     return {
-        "cost": studies.measure_cost,
-        **{_name(name, main): _table(table, main, scale.budgets) for name, table in OURS.items()},
-        **{_name(name, main): _table(table, main, beyond) for name, table in OTHERS.items()},
+        **_parts(EFFORT, main, scale.budgets),
+        **_parts(OTHERS, main, (*scale.budgets, *scale.beyond)),
+        **_parts(plans, main, scale.budgets),
+        **_parts(EFFORT | OTHERS | plans, short, scale.fewer_budgets),
+        **{name: part for parts in (*few, *thorough) for name, part in parts.items()},
         "generations": studies.calibrate_on_fewer_generations,
-        "certificates": studies.check_certificates,
-        "guard": studies.guard_usual_weights,
-        "foreign weights": studies.guard_other_weights,
         "guidance": studies.use_at_other_guidance,
         "other steps": studies.use_at_other_steps,
         "schedulers": studies.use_under_other_schedulers,
         "residuals": studies.store_residuals,
-        **{_name(name, short): _table(table, short, scale.fewer_budgets) for name, table in fewer.items()},
-        _name("effort", main): _table(rows.efforts, main, scale.budgets),
-        _name("effort", short): _table(rows.efforts, short, scale.fewer_budgets),
-        **{_name("effort", sampling): _table(rows.efforts, sampling, budgets) for sampling, budgets in few.items()},
-        **{_name("fewer steps", s): _table(rows.fewer_steps, s, budgets) for s, budgets in few.items()},
+        "cost": studies.measure_cost,
+        **_parts({"plan, transferred": rows.transferred}, short, scale.fewer_budgets),
+        "certificates": studies.check_certificates,
+        "guard": studies.guard_usual_weights,
+        "foreign weights": studies.guard_other_weights,
+        **_parts(polished, main, scale.budgets),
+        **_parts(polished, short, scale.fewer_budgets),
         "training": studies.train_plans,
     }
 
 
-def _name(name: str, sampling: Sampling) -> str:
-    return f"{name}, of {sampling.steps}"
+def _parts(tables: dict[str, Table], sampling: Sampling, budgets: Sequence[int]) -> dict[str, Part]:
+    return {f"{name}, of {sampling.steps}": _table(table, sampling, budgets) for name, table in tables.items()}
 
 
 def _table(table: Table, sampling: Sampling, budgets: Sequence[int]) -> Part:
     return lambda bench: {"rows": table(bench, sampling, budgets)}
 
 
-def measure(scale: Scale, device: str, out: Path, limit: float, wanted: Sequence[str] = ()) -> Figures:
-    """Run the parts that are not in the file yet; no part begins after `limit` seconds."""
+def measure(
+    scale: Scale, device: str, out: Path, limit: float = float("inf"), wanted: Sequence[str] = (), jobs: int = 1
+) -> Figures:
+    """Run the parts that are not in the file yet, `jobs` at a time; no part begins after `limit` seconds.
+
+    Each process builds the pipeline once; they share references and profiles. The file is written after each part.
+    """
     begin = time.perf_counter()
-    parts = {name: part for name, part in all_parts(scale).items() if not wanted or any(w in name for w in wanted)}
-    bench = Bench(scale, device)
-    figures = _load(out, scale, describe_environment(bench.pipe))
-    for name, part in parts.items():
-        done = figures["parts"].get(name)
-        if done is not None and "error" not in done:
-            continue
-        if time.perf_counter() - begin > limit:
-            _log(f"{name}: skipped, the time limit is reached")
-            continue
-        figures["parts"][name] = _measure_part(name, part, bench)
-        save(figures, scale, out)
-    bench.folder.cleanup()
+    names = [name for name in all_parts(scale) if not wanted or any(each in name for each in wanted)]
+    running: dict[Future[Figures], str] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        TemporaryDirectory() as shared,
+        ProcessPoolExecutor(jobs, spawn, _start_worker, (scale, device, Path(shared))) as workers,
+    ):
+        described = [workers.submit(_describe) for _ in range(jobs)]  # starts all processes
+        figures = _load(out, scale, described[0].result())
+        lacking = [name for name in names if "error" in figures["parts"].get(name, {"error": "not measured"})]
+        while lacking or running:
+            if lacking and time.perf_counter() - begin > limit:
+                _log(f"skipped, the time limit is reached: {', '.join(lacking)}")
+                lacking = []
+            while lacking and len(running) < jobs:
+                name = lacking.pop(0)
+                running[workers.submit(_measure_part, name)] = name
+            for done in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                figures["parts"][running.pop(done)] = done.result()
+                save(figures, scale, out)
     return figures
-
-
-def measure_side_by_side(scale: Scale, arguments: list[str], out: Path, wanted: Sequence[str], jobs: int) -> None:
-    """Run every part in a process of its own, into a file of its own, and put the files together."""
-    names = [name for name in all_parts(scale) if not wanted or any(w in name for w in wanted)]
-    folder = out.with_suffix(".parts")
-    folder.mkdir(parents=True, exist_ok=True)
-    running: list[subprocess.Popen[bytes]] = []
-    for number, name in enumerate(names):
-        while sum(process.poll() is None for process in running) >= jobs:
-            time.sleep(0.2)
-        own = ["--jobs", "1", "--part", name, "--out", str(folder / f"{number}.json")]
-        running.append(subprocess.Popen([sys.executable, "-m", "benchmarks.quality", *arguments, *own]))
-    for process in running:
-        process.wait()
-    merge(sorted(folder.glob("*.json")), scale, out)
-
-
-def merge(files: Sequence[Path], scale: Scale, out: Path) -> None:
-    """Put the parts of several result files of the same setting into one."""
-    found: list[Figures] = [json.loads(file.read_text()) for file in files]
-    figures = (json.loads(out.read_text()) if out.exists() else found[0]) | {"parts": {}}
-    for name in all_parts(scale):
-        for part in (other["parts"][name] for other in found if name in other["parts"]):
-            figures["parts"][name] = part
-    save(figures, scale, out)
 
 
 def save(figures: Figures, scale: Scale, out: Path) -> None:
@@ -152,11 +147,28 @@ def _load(out: Path, scale: Scale, where: Figures) -> Figures:
     return {"date": date, "environment": where, "scale": settings, "parts": {}}
 
 
-def _measure_part(name: str, part: Part, bench: Bench) -> Figures:
+# In the processes that measure
+
+_bench: Bench
+
+
+def _start_worker(scale: Scale, device: str, shared: Path) -> None:
+    global _bench
+    torch.set_num_threads(1)
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", HoldoverWarning)
+    _bench = Bench(scale, device, shared)
+
+
+def _describe() -> Figures:
+    return describe_environment(_bench.pipe)
+
+
+def _measure_part(name: str) -> Figures:
     """The figures of one part, or its error."""
     begin = time.perf_counter()
     try:
-        found = part(bench)
+        found = all_parts(_bench.scale)[name](_bench)
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}

@@ -29,7 +29,6 @@ from holdover.policies.base import schedule
 from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import MeasuredPlan, Profile
-from holdover.profiles.profile import EFFORTS
 
 from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer
 from .verdict import PLAN, POLISHED
@@ -79,14 +78,10 @@ def fewer_steps(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> lis
     return [bench.row(fewer(budget, order), sampling, budget) for order in (1, 2) for budget in budgets]
 
 
-def efforts(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
-    """Plans of each effort, calibrated on the same prompts for these budgets."""
-    profiles = {effort: bench.calibrate(sampling, effort, budgets) for effort in EFFORTS}
-    return [
-        bench.row(plan(profile, f"plan, {effort}", budget=budget), sampling, budget)
-        for effort, profile in profiles.items()
-        for budget in budgets
-    ]
+def planned_with(effort: str, bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
+    """Plans of one effort, calibrated for these budgets on the same prompts as those of the others."""
+    profile = bench.calibrate(sampling, effort, budgets)
+    return [bench.row(plan(profile, f"plan, {effort}", budget=budget), sampling, budget) for budget in budgets]
 
 
 def polished(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import diffusers
@@ -14,25 +17,31 @@ import torch
 
 from holdover.selector import BACKENDS
 
-from ..report import processor
+from ..report import cpu_model
 from .bench import Bench, Method, Sampling, Scale, cached, diffusers_cache, fewer, uncached
 from .verdict import rows_of
 
 REPEATS = 2
 
 
-def add_seconds(figures: dict[str, Any], profile: str = "emoji") -> None:
-    """Write `cpu_seconds` into every row of the main table, and those of an uncached image into the result."""
+def add_seconds(figures: dict[str, Any], write: Callable[[], None]) -> None:
+    """Write `cpu_seconds` into the rows of the main table that lack them, and the time of an uncached image."""
     torch.set_num_threads(1)
-    bench, sampling = Bench(Scale(), "cpu"), Sampling(figures["scale"]["steps"])
+    model, sampling = figures["scale"].get("model", "emoji"), Sampling(figures["scale"]["steps"])
     known: dict[str, float] = {}
-    for row in rows_of(figures, sampling.steps):
-        method = remake(row, profile)
-        if method.key not in known:
-            known[method.key] = _seconds(bench, method, sampling)
-            print(f"{method.title}, {row['wanted']}: {known[method.key]:.2f} s", file=sys.stderr, flush=True)
-        row["cpu_seconds"] = known[method.key]
-    figures["timing"] = {"uncached": _seconds(bench, uncached(), sampling), "processor": processor()}
+    with TemporaryDirectory() as shared:
+        bench = Bench(Scale(model=model), "cpu", Path(shared))
+        if "timing" not in figures:
+            figures["timing"] = {"uncached": _seconds(bench, uncached(), sampling), "processor": cpu_model()}
+        for row in rows_of(figures, sampling.steps):
+            if "cpu_seconds" in row or "kind" not in row:
+                continue
+            method = remake(row, model)
+            if method.key not in known:
+                known[method.key] = _seconds(bench, method, sampling)
+                print(f"{method.title}, {row['wanted']}: {known[method.key]:.2f} s", file=sys.stderr, flush=True)
+            row["cpu_seconds"] = known[method.key]
+            write()
 
 
 def remake(row: dict[str, Any], profile: str) -> Method:

@@ -26,6 +26,14 @@ def rows_of(figures: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     return [row for part in parts for row in part.get("rows", ()) if row["steps"] == steps]
 
 
+def steps_of(figures: dict[str, Any]) -> list[int]:
+    """The numbers of steps that have rows, the largest first."""
+    parts = figures["parts"].items()
+    return sorted(
+        {row["steps"] for name, part in parts if ", of " in name for row in part.get("rows", ())}, reverse=True
+    )
+
+
 def ours(row: dict[str, Any]) -> bool:
     """Whether a row is a plan."""
     return str(row["method"]).startswith("plan")
@@ -145,9 +153,36 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
     lines = [_line(_HEAD), _line(["---", *["--:"] * (len(_HEAD) - 1)])]
     for row in rows:
         shown = {metric: row.get(metric, {}) for metric in _METRICS}
-        values = [_figure(shown[m].get(key), n) for m, n in _METRICS.items() for key in ("mean", "p10", "worst")]
+        values = [_cell(shown[m], key, n) for m, n in _METRICS.items() for key in ("mean", "p10", "worst")]
         lines.append(_line([row["method"], row["wanted"], f"{row['computed']:g}", *values]))
     return lines
+
+
+def by_budget(figures: dict[str, Any]) -> list[str]:
+    """For each number of steps and each budget, all methods by mean PSNR."""
+    lines = []
+    for steps in steps_of(figures):
+        rows = rows_of(figures, steps)
+        for wanted in sorted({row["wanted"] for row in rows}):
+            of_budget = sorted((r for r in rows if r["wanted"] == wanted), key=lambda r: -_value(r, "mean"))
+            metrics = [metric for metric in _METRICS if any(metric in row for row in of_budget)]
+            timed = any("cpu_seconds" in row for row in of_budget)
+            figure_names = (f"{m.upper()} {v}" for m in metrics for v in ("mean", "10th percentile"))
+            head = ("method", "computed", *figure_names, *(["CPU seconds"] if timed else []), "settings tried")
+            lines += [f"### {wanted} of {steps} steps", "", _line(head), _line(["---", *["--:"] * (len(head) - 1)])]
+            for row in of_budget:
+                shown = [row.get(metric, {}) for metric in metrics]
+                cells = [_cell(s, key, _METRICS[m]) for m, s in zip(metrics, shown, strict=True) for key in FIGURES]
+                seconds = [f"{row['cpu_seconds']:.2f}" if "cpu_seconds" in row else ""] if timed else []
+                lines.append(
+                    _line([row["method"], f"{row['computed']:g}", *cells, *seconds, row.get("settings_tried", 1)])
+                )
+            lines.append("")
+    return lines[:-1]
+
+
+def _cell(shown: dict[str, float | None], key: str, digits: int) -> str:
+    return _figure(shown[key], digits) if key in shown else ""
 
 
 def _verdict_lines(verdict: dict[str, Any]) -> list[str]:
@@ -220,6 +255,8 @@ _PANELS = (  # what is on the two axes, and the title
     ("computed", "psnr", "p10", "PSNR, 10th percentile"),
     ("computed", "lpips", "mean", "LPIPS, mean (lower is better)"),
     ("cpu_seconds", "psnr", "mean", "PSNR, mean, over measured time"),
+    ("computed", "lpips", "p10", "LPIPS, 10th percentile (lower is better)"),
+    ("cpu_seconds", "lpips", "mean", "LPIPS, mean, over measured time"),
 )
 _OURS = ("#b3261e", "#e8710a", "#7b1fa2", "#c2185b", "#8d6e63")
 _OTHERS = (
@@ -240,7 +277,7 @@ _STYLE: Any = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False
 
 
 def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
-    """Write one SVG for each number of steps; needs matplotlib."""
+    """Write one SVG for each number of steps that has rows; needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -248,6 +285,8 @@ def plot(figures: dict[str, Any], folder: Path, name: str) -> list[Path]:
     for steps in (figures["scale"]["steps"], figures["scale"]["fewer_steps"]):
         rows = rows_of(figures, steps)
         panels = [panel for panel in _PANELS if any(panel[0] in row and panel[1] in row for row in rows)]
+        if not panels:
+            continue
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
             lines = -(-len(panels) // 2)
             figure = Figure(figsize=(14, 6 * lines), layout="constrained", facecolor="white")

@@ -212,6 +212,15 @@ def box(rows: Sequence[Row]) -> str:
     return f"**The built-in model, one image of 50 steps**\n\n{markdown_table(head, shown)}" if shown else ""
 
 
+def float8(path: Path) -> str:
+    """FLUX.1-dev's denoising loop in float8 with compiled blocks."""
+    if not path.exists():
+        return NONE_YET
+    figures = json.loads(path.read_text("utf-8"))
+    rows = [r for r in figures["rows"] if (r["section"], r["model"], r["mode"]) == ("table", "flux", "float8")]
+    return f"{models(rows)[1]}\n\n{where(figures['runs'], rows)}" if rows else NONE_YET
+
+
 def whole_calls(path: Path) -> str:
     """The table of whole calls with its provenance."""
     if not path.exists():
