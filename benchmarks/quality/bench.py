@@ -93,7 +93,7 @@ QUICK = Scale(
     confidence=0.5,
     noises=(0.05,),
     repeats=1,
-    call={"height": 24, "width": 24},
+    call={"height": 36, "width": 36},
 )
 
 
