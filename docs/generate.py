@@ -90,6 +90,7 @@ def pages() -> dict[Path, str]:
         docs / "benchmark.md": with_parts(
             docs / "benchmark.md", emoji=benchmark("quality"), motion=benchmark("quality_emoji-motion")
         ),
+        docs / "video.md": with_parts(docs / "video.md", quality=quality_of_videos()),
         docs / "choose.md": with_parts(docs / "choose.md", goals=goals()),
         docs / "scale.md": with_parts(
             docs / "scale.md", **{part: scale(part) for part in ("machine", "replicas", "cards")}
@@ -285,9 +286,9 @@ SHORT = (
 )
 
 
-def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
+def quality(methods: Sequence[str] = (), steps: int = 50, result: str = "quality", noun: str = "image") -> str:
     """Mean and 10th-percentile PSNR by number of computed steps, from the quality benchmark."""
-    measured = figures_of("quality")
+    measured = figures_of(result)
     cells = _kept(_benchmark("quality.verdict").rows_of(measured, steps))
     names = [name for name in methods if name in cells] or sorted(
         cells, key=lambda name: (not name.startswith("plan"), name)
@@ -295,7 +296,15 @@ def quality(methods: Sequence[str] = (), steps: int = 50) -> str:
     rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN[steps])) for n in names]
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
     head = (f"computed of {steps} steps", *map(str, SHOWN[steps]))
-    return f"{table(head, rows)}\n\nPSNR in dB to the uncached image, mean / 10th percentile. {made}."
+    return f"{table(head, rows)}\n\nPSNR in dB to the uncached {noun}, mean / 10th percentile. {made}."
+
+
+def quality_of_videos() -> str:
+    """The table and the lead of plans on emoji-motion."""
+    result = "quality_emoji-motion"
+    if not (RESULTS / f"{result}.json").exists():
+        return "The benchmark has not been run yet."
+    return f"{quality(result=result, noun='video')}\n\n{lead(result=result)}"
 
 
 def _kept(rows: Iterable[dict[str, Any]]) -> dict[str, dict[int, str]]:
@@ -335,9 +344,9 @@ def benchmark(results: str) -> str:
     return "\n\n".join([made, *shown, "\n".join(verdict.by_budget(figures))])
 
 
-def lead(steps: int = 50) -> str:
+def lead(steps: int = 50, result: str = "quality") -> str:
     """The lead of a plan over the best other method, in dB and in computed steps."""
-    measured = figures_of("quality")
+    measured = figures_of(result)
     judged = measured["verdict"][f"{steps} steps"][_benchmark("quality.verdict").PLAN]
     entries = [e for e in judged if e["wanted"] in SHOWN[steps] and e["mean"]["best_other"] is not None]
     rows = [

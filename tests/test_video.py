@@ -36,6 +36,14 @@ def test_an_mp4_has_the_frames_in_order(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
+def test_the_same_frames_give_the_same_file(tmp_path: Path) -> None:
+    noise = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    files = [tmp_path / f"{number}.mp4" for number in range(30)]
+    for file in files:
+        write_video(file, noise, 16)
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 def test_a_gif_has_the_frames_in_order(tmp_path: Path) -> None:
     write_video(tmp_path / "a.gif", colors(), 10)
     with Image.open(tmp_path / "a.gif") as image:

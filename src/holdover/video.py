@@ -18,7 +18,9 @@ from .errors import ConfigError, HoldoverError
 __all__ = ["FORMATS", "VideoFile", "default_rate", "read_frames", "stream_frames", "write_video"]
 
 FORMATS = (".mp4", ".gif", ".webp")
-_QUALITY = "18"  # the rate factor of H.264 at which a difference is hardly visible
+_H264 = {"crf": "18"}  # the rate factor at which a difference is hardly visible
+if torch.backends.cpu.get_cpu_capability() == "AVX512":
+    _H264["x264-params"] = "asm=avx2"  # x264's AVX-512 code does not always give the same bits for the same frames
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -70,7 +72,7 @@ class VideoFile:
         even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
         if self._stream is None:
             rate = Fraction(self.fps).limit_denominator(1001)
-            self._stream = self._container.add_stream("libx264", rate=rate, options={"crf": _QUALITY})
+            self._stream = self._container.add_stream("libx264", rate=rate, options=_H264)
             self._stream.height, self._stream.width, self._stream.pix_fmt = *even.shape[:2], "yuv420p"
         self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
 

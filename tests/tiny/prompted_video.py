@@ -12,7 +12,7 @@ from diffusers.utils import is_ftfy_available
 from transformers import LlamaConfig, LlamaModel, UMT5Config, UMT5EncoderModel
 
 from .pipelines_image import TOKENS, WIDTH, model
-from .pipelines_video import Guardrail, cogvideox, cosmos1, hunyuan_video, ltx, wan22_image
+from .pipelines_video import Guardrail, cogvideox, cosmos1, hunyuan_video, ltx, wan, wan22_image, wan_vae
 from .prompted import clip, prompted_wan, t5, tokenizer
 
 __all__ = ["PROMPTED_VIDEOS", "SMALL"]
@@ -20,6 +20,7 @@ __all__ = ["PROMPTED_VIDEOS", "SMALL"]
 # The arguments of one small clip of each, besides the prompt.
 SMALL: dict[str, dict[str, Any]] = {
     "wan": {"height": 64, "width": 64, "num_frames": 9},
+    "wan21": {"height": 64, "width": 64, "num_frames": 9},
     "wan_image": {"num_frames": 9},
     "ltx": {"height": 64, "width": 96, "num_frames": 9},
     "hunyuan": {"height": 64, "width": 64, "num_frames": 9},
@@ -44,6 +45,11 @@ def _build(plain: Any, cls: type[Any], **parts: Any) -> Any:
     pipe = cls(**{name: part for name, part in plain.components.items() if name != "prompt_encoder"} | parts, **options)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def wan21() -> Any:
+    parts = {"text_encoder": t5(UMT5EncoderModel, UMT5Config), "tokenizer": tokenizer(), "vae": wan_vae()}
+    return _build(wan(), d.WanPipeline, **parts)
 
 
 def wan_image() -> Any:
@@ -102,6 +108,7 @@ def prompted_cosmos() -> Any:
 
 PROMPTED_VIDEOS: dict[str, Callable[[], Any]] = {
     "wan": prompted_wan,
+    "wan21": wan21,
     "wan_image": wan_image,
     "ltx": prompted_ltx,
     "hunyuan": prompted_hunyuan,

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
+from ..errors import did_you_mean
 from ..metrics import LPIPS_SIDE, SSIM_WINDOW, lpips, psnr, ssim
 from . import schemas
 from .errors import EXCEPTION_HANDLERS, ApiError, error_responses, invalid
@@ -44,7 +45,18 @@ from .videos import Variant, VideoJobs
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-router = APIRouter()
+
+def check_query(request: Request) -> None:
+    """Raise an error for a query parameter that the API does not have on this path."""
+    route, path = request.scope["route"], request.scope["route"].path
+    known = [parameter.alias for parameter in route.dependant.query_params]
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is not None and path.startswith("/v1/"):  # the page reads its own
+        hint = did_you_mean(unknown, known) or f" Query parameters: {', '.join(known) or 'none'}."
+        raise invalid(f"There is no query parameter {unknown[:100]!r}.{hint}", unknown[:100], "unknown_field")
+
+
+router = APIRouter(dependencies=[Depends(check_query)])
 
 
 def create_app(

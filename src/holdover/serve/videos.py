@@ -1,7 +1,8 @@
 """Videos and the jobs that generate them: one folder with a JSON record and an MP4 file for each video.
 
-The folder is the truth: a record is replaced atomically, so it survives the server, and several processes may share it.
-A process holds a lock on a file of its own while it lives. A job whose process does not hold it any more has failed.
+The folder is the truth: a record is replaced atomically, so it survives the server. Several processes may share the
+folder: each reads and changes it under a lock on the file `.lock`. A process also holds a lock on a file of its own
+while it lives; a job whose process does not hold it any more has failed.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class VideoFolder:
 
     def create(self, video: Video, spec: VideoSpec) -> Record:
         """A record of a new job; an error if the folder cannot be written or has no room for the video."""
-        with self._lock, self._errors():
+        with self._errors():
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._errors(), self._locked():
             if self._alive is None:
-                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 alive = (self.path / f".{self._own}.alive").open("w")
                 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._alive = alive
@@ -79,14 +81,14 @@ class VideoFolder:
 
     def get(self, video: str) -> Record:
         """A record; an error if there is none."""
-        with self._lock, self._errors():
+        with self._errors(), self._locked():
             return self._get(video)
 
     def page(self, after: str | None, limit: int, descending: bool) -> VideoList:
         """The videos by the time they were created, from the one after `after` on."""
         if after is not None and not _ID.fullmatch(after):
             raise invalid(f"after must be the id of a video, not {after[:100]!r}.", "after")
-        with self._lock, self._errors():
+        with self._errors(), self._locked():
             ids, found = sorted(self._ids(), reverse=descending), list[Record]()
             for one in ids:
                 if after is None or (one < after if descending else one > after):
@@ -103,8 +105,8 @@ class VideoFolder:
 
         If that is impossible, because the disk is full, the record is kept for as long as this process lives.
         """
-        with self._lock:
-            try:
+        try:
+            with self._locked():
                 if record.id not in self._active or not self._record(record.id).exists():
                     self._remove(record.id)
                     return False
@@ -117,13 +119,15 @@ class VideoFolder:
                 if record.status in ("completed", "failed"):
                     del self._active[record.id]
                     self._purge()
-            except OSError as error:
-                logger.error("the record of %s cannot be written: %s", record.id, error.strerror)
-            return True
+        except OSError as error:
+            logger.error("the record of %s cannot be written: %s", record.id, error.strerror)
+            if record.id in self._active:
+                self._active[record.id] = record
+        return True
 
     def delete(self, video: str) -> None:
         """Remove a video; an error if there is none."""
-        with self._lock, self._errors():
+        with self._errors(), self._locked():
             self._get(video)
             self._remove(video)
 
@@ -140,7 +144,7 @@ class VideoFolder:
 
     def purge(self) -> None:
         """Delete what is over the limits."""
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._locked():
             self._purge()
 
     def close(self) -> None:
@@ -151,7 +155,13 @@ class VideoFolder:
                 self._alive.close()
                 self._alive = None
 
-    # The methods below are called with the lock.
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep out other threads and other processes. There is nothing to lock if there is no folder."""
+        with self._lock, contextlib.ExitStack() as stack:
+            with contextlib.suppress(FileNotFoundError):
+                fcntl.flock(stack.enter_context((self.path / ".lock").open("a")), fcntl.LOCK_EX)
+            yield
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -159,6 +169,8 @@ class VideoFolder:
             yield
         except OSError as error:
             raise storage_failed(f"Cannot use the folder {self.path}: {error.strerror}.") from error
+
+    # The methods below are called with the lock.
 
     def _record(self, video: str) -> Path:
         return self.path / f"{video}.json"
