@@ -74,7 +74,7 @@ def _torchao(config: str) -> Callable[[Any, Device], Any]:
         settings = {"granularity": ao.PerRow()} if config == "Float8DynamicActivationFloat8WeightConfig" else {}
         if settings and device.type == "cpu":
             raise NotHereError("torchao multiplies in float8 on GPUs only")
-        transformer.to(device)
+        transformer.to(device, torch.bfloat16 if settings else None)  # scales per row need bfloat16
         chosen = [layer for _, _, layer in _linear_layers(transformer)]
         ao.quantize_(transformer, getattr(ao, config)(**settings), lambda module, name: module in chosen)
         return transformer
@@ -223,8 +223,10 @@ class Combination:
 
 
 def generate(pipe: Any, device: Device) -> torch.Tensor:
-    """A latent, always from the same noise; inputs are where the pipeline runs."""
-    inputs = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in TINY.call(steps=STEPS).items()}
+    """A latent, always from the same noise; inputs are where the pipeline runs, and of its type."""
+    half = pipe.transformer.context_embedder.bias.dtype == torch.bfloat16
+    where = {"device": device, "dtype": torch.bfloat16 if half else torch.float32}
+    inputs = {n: v.to(**where) if isinstance(v, torch.Tensor) else v for n, v in TINY.call(steps=STEPS).items()}
     latent: torch.Tensor = run(pipe, **inputs)
     return latent
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.video_methods`: every method on small video pipelines through `generate`, `compare` and `serve`.
+"""`python -m benchmarks.video_methods`: every method on small video pipelines, by `generate`, `compare` and `serve`.
 
 The pipelines are those of tests/tiny: diffusers' own classes with random weights. Each method has settings that hold
 steps, and each of the three must say that it held some, and must give a video with the right frames. An argument is

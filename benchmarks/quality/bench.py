@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from math import isqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
     UniPCMultistepScheduler,
 )
@@ -163,6 +165,38 @@ def diffusers_cache(title: str, config: type, **settings: Any) -> Method:
             pipe.transformer.disable_cache()
 
     return Method(title, around, settings, kind=config.__name__)
+
+
+def sea_cache_of_diffusers(**settings: Any) -> Method:
+    """diffusers' SeaCache with what only its Cosmos 3 pipeline passes: the latents, the step, and its noise level."""
+    title = "diffusers SeaCache"
+
+    @contextmanager
+    def around(pipe: Any) -> Iterator[Count]:
+        plain, scheduler = pipe.transformer.cache_context, pipe.scheduler
+
+        def cache_context(name: str) -> Any:
+            step, steps = scheduler.step_index or 0, pipe.num_timesteps
+            return plain(name, step_index=step, sigma=float(scheduler.sigmas[step]), num_inference_steps=steps)
+
+        given = settings | {"raw_vision_callback": _latents}
+        with diffusers_cache(title, SeaCacheConfig, **given).around(pipe) as count:
+            pipe.transformer.cache_context = cache_context
+            try:
+                yield count
+            finally:
+                del pipe.transformer.cache_context
+
+    return Method(title, around, settings, kind=SeaCacheConfig.__name__)
+
+
+def _latents(transformer: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The latents that a forward gets, each as (channels, frames, height, width)."""
+    states: Tensor = kwargs["hidden_states"]
+    if states.ndim == 5:
+        return list(states[:, : transformer.config.out_channels])
+    side = isqrt(states.shape[1])
+    return list(states.transpose(1, 2).unflatten(2, (1, side, side)))
 
 
 def fewer(steps: int, order: int) -> Method:

@@ -19,7 +19,7 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, SeaCacheConfig, TaylorSeerCacheConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 from holdover.grid import Grid
 from holdover.plan.error_model import Measurements, fit_output, held_steps
@@ -30,7 +30,7 @@ from holdover.policies.interval import IntervalPolicy
 from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import MeasuredPlan, Profile
 
-from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer
+from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer, sea_cache_of_diffusers
 from .verdict import PLAN, POLISHED
 
 # Rows that need no search
@@ -264,7 +264,7 @@ def diffusers_sea(bench: Bench, sampling: Sampling, budgets: Budgets) -> list[Ro
 
     def make(order: int, longest: int, threshold: float) -> Method:
         rule = {"residual_order": order, "max_consecutive_cached": longest}
-        return diffusers_cache("diffusers SeaCache", SeaCacheConfig, threshold=threshold, **rule)
+        return sea_cache_of_diffusers(threshold=threshold, **rule)
 
     for order, longest in product((0, 1), (2, 8)):
         bisect(search, partial(make, order, longest), budgets, (1e-3, 30.0))

@@ -16,7 +16,7 @@ import torch
 
 import holdover
 from holdover.errors import HoldoverWarning
-from holdover.metrics import METRICS, Summary, psnr
+from holdover.metrics import METRICS, Summary, each, psnr
 from holdover.plan.error_model import Weights
 from holdover.plan.planner import search_profile
 from holdover.plan.replay import Replay
@@ -103,7 +103,7 @@ def _check_certificate(bench: Bench, target: str) -> dict[str, Any]:
     if tuned.certificate is None:
         return found
     generated = bench.generate(plan(tuned.profile, target=target), sampling)
-    values = psnr(generated.images, bench.reference(sampling)).tolist()
+    values = each(psnr, generated.images, bench.reference(sampling)).tolist()
     least = float(target.removeprefix("psnr>="))
     return found | {
         "schedule": list(tuned.certificate.computed),

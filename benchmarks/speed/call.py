@@ -60,7 +60,7 @@ def measure_calls(options: Options, results: Results) -> None:
         results.check_time(0 if mode == "eager" or options.tiny else COMPILE_S)
         if pipe is None:
             pipe = build_pipeline(options)
-        elif mode == "compiled":  # from float8: the transformer is built again, everything else stays
+        else:  # each mode starts with a new transformer, everything else stays
             pipe.transformer = None
             empty_memory(options)
             pipe.transformer = MODELS["flux"].build(options.device, options.tiny)
