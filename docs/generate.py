@@ -210,7 +210,8 @@ def _combined(rows: Iterable[dict[str, Any]], weights: str, place: str) -> str:
     modes = {row["mode"]: row for row in rows if (row["weights"], row["placement"]) == (weights, place)}
     run = {mode: row["methods"] for mode, row in modes.items() if "methods" in row}
     faults = [f"{mode}, {name}: {said}" for mode, of in run.items() for name, said in of.items() if said != "ok"]
-    return "; ".join(faults) or ("both" if len(run) > 1 else "eager" if "eager" in run else "none")
+    none = "none" if modes else ""
+    return "; ".join(faults) or ("both" if len(run) > 1 else "eager" if "eager" in run else none)
 
 
 def _some(names: Sequence[str]) -> str:
