@@ -52,11 +52,11 @@ def markdown(path: Path) -> str:
 
 
 def in_short(path: Path, model: str = "flux") -> str:
-    """The chief rows of one model, not quantized: seconds, and how many times faster than the uncached eager run."""
+    """The chief rows of one model: seconds, and how many times faster than the uncached eager run."""
     if not path.exists():
         return NONE_YET
     figures = json.loads(path.read_text("utf-8"))
-    rows = [r for r in figures["rows"] if (r["section"], r["model"]) == ("table", model) and r["mode"] != "float8"]
+    rows = [row for row in figures["rows"] if (row["section"], row["model"]) == ("table", model)]
     by_name: dict[str, dict[str, Row]] = {}
     for row in sorted((row for row in rows if row["label"] != "identical" and HELD_IN not in row["label"]), key=_rank):
         by_name.setdefault(f"{row['by']} {row['label']}".strip(), {})[row["mode"]] = row
@@ -66,7 +66,8 @@ def in_short(path: Path, model: str = "flux") -> str:
     modes = [mode for i, mode in enumerate(MODES) if any(line[2 + i] for line in shown)]
     lines = [line[: 2 + len(modes)] for line in shown]
     head = (f"{rows[0]['title']}, {rows[0]['shape']}, {rows[0]['steps']} steps", "computed", *(MODES[m] for m in modes))
-    return f"{markdown_table(head, lines)}\n\n{where(figures['runs'], rows).lstrip('- ')}"
+    runs = where(figures["runs"], rows).removeprefix("- ").replace("\n- ", "; ")
+    return f"{markdown_table(head, lines)}\n\n{runs}"
 
 
 def _steps(of_mode: dict[str, Row]) -> str:

@@ -84,7 +84,7 @@ def _measure_iterations(pipe: FluxPipeline, options: Options, shape: Shape) -> d
     return {
         "computed": len(computed),
         "seconds": (marks[last] - marks[1]) / (last - 1),
-        "model_calls": (calls[last] - calls[1]) / (last - 1),  # three for each computed step: forward and gradient
+        "model_calls": (calls[last] - calls[1]) / (last - 1),  # three for each computed step after a held one
         "peak_gigabytes": None if options.tiny else torch.cuda.max_memory_allocated() / 1e9,
         "parameters": sum(parameter.numel() for parameter in pipe.transformer.parameters()),
     }
