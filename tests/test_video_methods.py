@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks.video_methods import ENTRANCES, HOLDING, PIPELINES
+
 from holdover import selector
 
 METHODS = [name for name in selector.methods() if name in HOLDING]
 
 
 def test_every_method_has_settings_that_hold() -> None:
-    assert METHODS == selector.methods()
+    assert selector.methods() == METHODS
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
