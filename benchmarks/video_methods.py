@@ -46,6 +46,7 @@ PIPELINES = {
     "LTX": "ltx",
     "HunyuanVideo": "hunyuan",
 }
+SIZES = {name: {"height": 64, "width": 64} | SMALL[name] for name in PIPELINES.values()}
 STEPS, FRAMES, PROMPT = 8, 9, "a cat runs"
 HOLDING: dict[str, dict[str, Any]] = {
     "tea_cache": {"rel_l1_thresh": 10.0, "coefficients": [1.0, 0.0]},
@@ -65,7 +66,7 @@ Found = Iterator[tuple[str, str]]  # a method, and what is wrong with it: nothin
 def generate(name: str, methods: Collection[str], folder: Path) -> Found:
     """`holdover generate` to an MP4 file."""
     names = {"height": "--height", "width": "--width", "num_frames": "--frames"}
-    flags = [text for key, value in SMALL[name].items() for text in (names[key], str(value))]
+    flags = [text for key, value in SIZES[name].items() for text in (names[key], str(value))]
     flags += ["--image", str(_photo(folder))] if name == "wan_image" else []
     pipe = PROMPTED_VIDEOS[name]()
     with patch.object(holdover.loading, "load_pipeline", lambda settings: pipe):
@@ -84,7 +85,7 @@ def generate(name: str, methods: Collection[str], folder: Path) -> Found:
 def compare_all(name: str, methods: Collection[str], folder: Path) -> Found:
     """`compare` with a report that plays the videos."""
     photo = {"image": str(_photo(folder))} if name == "wan_image" else {}
-    rest = {"steps": STEPS, "arguments": tuple(SMALL[name].items()), "warmup": 0, "baselines": False}
+    rest = {"steps": STEPS, "arguments": tuple(SIZES[name].items()), "warmup": 0, "baselines": False}
     candidates = tuple(MethodCandidate(method, tuple(HOLDING[method].items())) for method in methods)
     results = compare(PROMPTED_VIDEOS[name](), Comparison((PROMPT,), candidates, **rest, **photo), folder)
     page = write_report(results, folder).read_text(encoding="utf-8")
@@ -102,7 +103,7 @@ def compare_all(name: str, methods: Collection[str], folder: Path) -> Found:
 def serve(name: str, methods: Collection[str], folder: Path) -> Found:
     """`POST /v1/videos` with a comparison; one server has all methods in its queue."""
     model = ServedModel(name, PROMPTED_VIDEOS[name]())
-    size = f"{SMALL[name].get('width', 64)}x{SMALL[name].get('height', 64)}"
+    size = "{width}x{height}".format(**SIZES[name])
     body: dict[str, Any] = {"prompt": PROMPT, "size": size, "num_frames": FRAMES, "steps": STEPS, "seed": 0}
     if name == "wan_image":
         data = base64.b64encode(_photo(folder).read_bytes()).decode()

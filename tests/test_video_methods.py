@@ -16,7 +16,7 @@ METHODS = [name for name in selector.methods() if name in HOLDING]
 
 
 def test_every_method_has_settings_that_hold() -> None:
-    assert selector.methods() == METHODS
+    assert list(selector.methods()) == METHODS
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)

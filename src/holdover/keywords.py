@@ -24,7 +24,7 @@ class TeaCacheKeywords(TypedDict, total=False):
     transformer_type: str
     """Class whose constants are used; the default and "auto" mean its own (default 'QwenImageTransformer2DModel')."""
     profile: Profile | str | None
-    """Measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile (default None)."""
+    """Measured: a Profile, a file, hf://owner/name/file or a shipped name (default None)."""
     signal: str | None
     """Name of the model's signal to compare (default None)."""
     read: Literal["now", "late"]
@@ -55,7 +55,7 @@ class MagCacheKeywords(TypedDict, total=False):
     mag_calibrate: bool
     """The same as calibrate, under its other documented name (default False)."""
     profile: Profile | str | None
-    """Measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile (default None)."""
+    """Measured: a Profile, a file, hf://owner/name/file or a shipped name (default None)."""
     interpolation: Literal["log", "nearest"]
     """How ratios are adapted to another step count (one of 'log', 'nearest'; default 'log')."""
     calibration_path: str | None
@@ -115,7 +115,7 @@ class PlanKeywords(TypedDict, total=False):
     """Settings of `plan`."""
 
     profile: Profile | str | None
-    """Measured constants: a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured (default None)."""
+    """A Profile, a file, hf://owner/name or a shipped name; "none": unmeasured (default None)."""
     budget: int | str | None
     """Computed steps, or a speed-up such as "4x" (default None)."""
     target: str | None
@@ -234,7 +234,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "profile": (
                 "None",
                 "",
-                "measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile",
+                "measured: a Profile, a file, hf://owner/name/file or a shipped name",
             ),
             "signal": (
                 "None",
@@ -304,7 +304,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "profile": (
                 "None",
                 "",
-                "measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile",
+                "measured: a Profile, a file, hf://owner/name/file or a shipped name",
             ),
             "interpolation": (
                 "'log'",
@@ -439,7 +439,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
             "profile": (
                 "None",
                 "",
-                'measured constants: a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured',
+                'a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured',
             ),
             "budget": (
                 "None",

@@ -18,7 +18,7 @@ from PIL import Image
 
 from .servers import PATIENCE, Server, eventually
 
-LONG = {"steps": 60, "guidance": 3.0, "cache": {"method": "none"}}
+LONG = {"steps": 100, "guidance": 3.0, "cache": {"method": "none"}}  # as many as the server allows
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def test_when_the_client_of_a_stream_leaves_the_generation_stops_and_the_next_im
         next(line for line in answer.iter_lines() if line.startswith("data:"))
     assert server.generate(seed=5, steps=6).json()["data"][0]["b64_json"] == reference
     assert eventually(lambda: stops(server) == (stopped + 1, gone + 1))
-    assert finished(server) == complete  # the 60 steps did not run to their end
+    assert finished(server) == complete  # the steps did not all run
 
 
 def test_when_a_client_closes_its_connection_the_generation_stops(server: Server) -> None:

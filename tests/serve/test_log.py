@@ -44,10 +44,13 @@ def entries(server: Server, request_id: str) -> list[dict[str, Any]]:
 
 def test_a_request_is_one_json_object_without_its_prompt(logging_server: Server) -> None:
     asked = {"prompt": SECRET, "steps": 1, "guidance": 1.0}
-    path = "/v1/images/generations?prompt=secret"
+    path = "/v1/images/generations"
     answer = logging_server.http.post(path, json=asked, headers={"x-request-id": "one"})
     assert answer.status_code == 200
-    assert eventually(lambda: len(entries(logging_server, "one")) == 1)
+    refused = logging_server.http.post(f"{path}?prompt=secret", json=asked, headers={"x-request-id": "two"})
+    assert refused.status_code == 400
+    for sent in ("one", "two"):
+        assert eventually(lambda sent=sent: len(entries(logging_server, sent)) == 1)
     (record,) = entries(logging_server, "one")
     assert set(record) == {"time", "level", "logger", "client", "method", "path", "status", "seconds", "request_id"}
     assert (record["client"], record["method"], record["status"]) == ("127.0.0.1", "POST", 200)

@@ -31,7 +31,7 @@ class MagCacheConfig(MagCacheSettings):
     vllm_omni: ClassVar[str] = "holdover_mag_cache"
 
     profile: Profile | str | None = setting(
-        None, doc="measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile"
+        None, doc="measured: a Profile, a file, hf://owner/name/file or a shipped name"
     )
     interpolation: str = setting("log", choices=("log", "nearest"), doc="how ratios are adapted to another step count")
     calibration_path: str | None = setting(None, doc="file in which a calibration is saved as a profile")

@@ -79,7 +79,7 @@ class PlanConfig(Config):
     vllm_omni: ClassVar[str] = "holdover_plan"
 
     profile: Profile | str | None = setting(
-        None, doc='measured constants: a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured'
+        None, doc='a Profile, a file, hf://owner/name or a shipped name; "none": unmeasured'
     )
     budget: int | str | None = setting(None, doc='computed steps, or a speed-up such as "4x"')
     target: str | None = setting(None, doc='minimum quality, such as "psnr>=40" or "ssim>=0.98"')

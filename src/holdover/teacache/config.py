@@ -37,7 +37,7 @@ class TeaCacheConfig(TeaCacheSettings):
         OWN_CLASS[1], doc='class whose constants are used; the default and "auto" mean its own'
     )
     profile: Profile | str | None = setting(
-        None, doc="measured constants: a Profile, a file, hf://owner/name/file, or the name of a shipped profile"
+        None, doc="measured: a Profile, a file, hf://owner/name/file or a shipped name"
     )
     signal: str | None = setting(None, doc="name of the model's signal to compare")
     read: str = setting("now", choices=("now", "late"), doc="read the change at every step, or only at computed steps")
