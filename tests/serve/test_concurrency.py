@@ -26,7 +26,8 @@ def occupied(server: Server, until_waiting: int) -> Iterator[None]:
     """The worker is busy inside the block and then until the queue has so many images: they are taken together."""
     asked = {"prompt": "rocket", "stream": True, "partial_images": 20, **LONG}
     with server.http.stream("POST", "/v1/images/generations", json=asked) as answer:
-        next(line for line in answer.iter_lines() if line.startswith("data:"))
+        lines = answer.iter_lines()  # kept until the end: httpx closes the connection when its iterator is dropped
+        next(line for line in lines if line.startswith("data:"))
         yield
         assert eventually(lambda: server.metric("holdover_queue_length") == until_waiting)
 
