@@ -163,10 +163,12 @@ def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> 
     if kinds <= _OUT_OF_RANGE:
         wanted, given = allowed_values(field) or "a finite number", repr(value)
     else:
-        hint = typing.get_type_hints(cls)[field.name]
-        wanted = str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
+        annotated = typing.get_type_hints(cls)[field.name]
+        wanted = str(annotated).replace("typing.", "") if typing.get_origin(annotated) else annotated.__name__
         given = f"{value!r} ({type(value).__name__})"
-    raise ConfigError(f"{cls.__name__}.{field.name} must be {wanted}, not {given}.")
+    choices = field.metadata.get("allowed", {}).get("choices") or ()
+    hint = did_you_mean(value, [choice for choice in choices if choice is not None])
+    raise ConfigError(f"{cls.__name__}.{field.name} must be {wanted}, not {given}.{hint}")
 
 
 @functools.cache

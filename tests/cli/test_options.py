@@ -90,7 +90,8 @@ def test_a_file_of_a_comparison_may_have_them_and_a_flag_overrides_it(tmp_path: 
     assert results.settings["arguments"] == {"height": 32, "width": 48}
     study.write_text("prompts: [dog]\ndtype: float31\n")
     _, err = run("compare", study, "--out", tmp_path / "none", code=2)
-    assert err == "Error: --dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'float31'.\n"
+    allowed = "'auto', 'float32', 'bfloat16', 'float16'"
+    assert err == f"Error: --dtype must be one of {allowed}, not 'float31'. Did you mean 'float32'?\n"
 
 
 def test_a_profile_is_measured_and_tuned_at_the_size_that_is_asked_for(tmp_path: Path) -> None:
