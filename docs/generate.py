@@ -245,10 +245,10 @@ GOALS = (
         "`mag_cache`, `mag_threshold=0.06, mag_max_skip_steps=3, mag_retention_ratio=0.2`",
         "mag_cache 0.06/3/0.2",
     ),
-    ("balanced", "`mag_cache` with its defaults", "mag_cache 0.24/5/0.1"),
-    ("balanced", "`plan`, `budget=15`", "plan, K = 15 of 50"),
+    ("moderate", "`mag_cache` with its defaults", "mag_cache 0.24/5/0.1"),
+    ("moderate", "`plan`, `budget=15`", "plan, K = 15 of 50"),
     ("fast", "`plan`, `budget=10`", "plan, K = 10 of 50"),
-    ("draft", "`plan`, `budget=8`", "plan, K = 8 of 50"),
+    ("fastest", "`plan`, `budget=8`", "plan, K = 8 of 50"),
 )
 
 

@@ -60,6 +60,7 @@ def facts(**changes) -> ProfileFacts:
             MeasuredPlan(NOISE, "S", (0, 2, 4), (1.0, -0.5, 1.5), "polished", 41.5, timestep_factors=(0.99, 1.0, 1.01)),
         ),
         certificates=(Certificate("psnr>=40", (0, 2), NOISE, 0.95, 0.9, 60, 1, "eeee", "S", "ffff", 3.5, ("style",)),),
+        qualities=(("high", "psnr>=42"), ("draft", "ssim>=0.9")),
     )
     return dataclasses.replace(made, **changes)
 
@@ -107,6 +108,14 @@ def test_a_profile_with_the_least_in_it_is_saved_and_loaded(tmp_path):
     fields = {f.name: f.default for f in dataclasses.fields(ProfileFacts) if f.default is not dataclasses.MISSING}
     bare = profile(facts=facts(**fields), seams={})
     assert Profile.load(bare.save(tmp_path / "bare.safetensors")).facts == bare.facts
+
+
+def test_a_file_from_before_there_were_qualities_has_the_same_digest(tmp_path):
+    plain = profile(facts=facts(qualities=()))
+    own = head_of(plain.save(tmp_path / "plain.safetensors"))[1]
+    assert "qualities" not in own["facts"]
+    assert plain.digest == own["digest"] != profile().digest
+    assert plain.with_quality("draft", "ssim>=0.9").with_quality("high", "psnr>=42") == profile()
 
 
 def test_any_difference_makes_it_another_profile():
@@ -212,6 +221,9 @@ def test_another_version_is_named(saved, version):
         ("guidance", float("inf"), "finite"),
         ("promts", 3, "Did you mean 'prompts'"),
         ("models", [], r"\.models must be an object"),
+        ("qualities", {"hihg": "psnr>=40"}, "no quality 'hihg'. Did you mean 'high'"),
+        ("qualities", {"high": "pnsr>=40"}, "no metric 'pnsr'. Did you mean 'psnr'"),
+        ("qualities", {"high": 40}, r"\.qualities\.high must be text"),
         ("schedules", [PLAN | {"timestep_factors": [1.0]}], "1 timestep_factors for 2 computed steps"),
         ("schedules", [PLAN | {"timestep_factors": [1.0, -0.1]}], "timestep_factors of a plan must be 0.5 to 2"),
     ],

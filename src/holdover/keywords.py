@@ -120,6 +120,9 @@ class PlanKeywords(TypedDict, total=False):
     """Computed steps, or a speed-up such as "4x" (default None)."""
     target: str | None
     """Minimum quality, such as "psnr>=40" or "ssim>=0.98" (default None)."""
+    quality: Literal[None, "lossless", "high", "balanced", "draft"]
+    """Minimum quality by name: a target that the profile may set (one of None, 'lossless', 'high', 'balanced',
+    'draft'; default None)."""
     schedule: Sequence[int] | None
     """The computed steps, counted from 0 (default None)."""
     predictor: Literal["auto", "hold", "newton", "least_squares"]
@@ -450,6 +453,11 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "None",
                 "",
                 'minimum quality, such as "psnr>=40" or "ssim>=0.98"',
+            ),
+            "quality": (
+                "None",
+                "one of None, 'lossless', 'high', 'balanced', 'draft'",
+                "minimum quality by name: a target that the profile may set",
             ),
             "schedule": (
                 "None",

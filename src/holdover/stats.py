@@ -38,7 +38,10 @@ class StepRecord:
 
 @dataclass
 class GenerationStats:
-    """One generation. `forwards` has one record per forward; `steps` is None if the number of steps is unknown."""
+    """One generation. `forwards` has one record per forward; `steps` is None if the number of steps is unknown.
+
+    `notes` are what the method says about this generation, such as where its plan comes from.
+    """
 
     method: str
     settings: dict[str, Any]
@@ -46,6 +49,7 @@ class GenerationStats:
     forwards: list[StepRecord] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -98,6 +102,7 @@ class GenerationStats:
             "seconds_held": self.seconds(False),
             "peak_bytes": self.peak_bytes,
             "finished": self.finished,
+            "notes": list(self.notes),
             "decisions": [{name: getattr(f, name) for name in names} for f in self.forwards],
         }
 

@@ -60,6 +60,15 @@ def test_flags_alone(tmp_path: Path) -> None:
     assert len(results.rows[0].seconds) == 2
 
 
+def test_a_quality_is_a_candidate(tmp_path: Path) -> None:
+    methods = ("--method", "plan:quality=draft", "--method", "plan:target=psnr>=30")
+    run("--prompt", "dog", *methods, "--steps", "6", "--guidance", "1", "--out", str(tmp_path))
+    named, given = Results.load(tmp_path / "results.json").rows[:2]
+    assert (named.label, given.label) == ("plan draft", "plan psnr>=30")
+    assert named.computed_steps == given.computed_steps < 6
+    assert named.values == given.values
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -59,6 +59,21 @@ def test_the_trace_and_the_time_are_printed(tmp_path: Path) -> None:
     assert re.search(r"\d\.\d\d s uncached: \d\.\d\dx, worst PSNR \d+\.\d dB, SSIM \d\.\d{4}, LPIPS \d\.\d{4}", out)
 
 
+def test_a_quality_is_a_plan_for_its_target(tmp_path: Path) -> None:
+    few = ("--steps", "6", "--guidance", "1")
+    named, _ = run(PROMPT, *few, "--quality", "draft", "--out", str(tmp_path / "named"))
+    given, _ = run(PROMPT, *few, "--cache", "plan", "--set", "target=psnr>=30", "--out", str(tmp_path / "given"))
+    traces = [re.search(r"cond +([Ch]{6})", out) for out in (named, given)]
+    assert traces[0] is not None
+    assert traces[1] is not None
+    assert traces[0][1] == traces[1][1]
+    assert "h" in traces[0][1]
+    assert "quality draft is psnr>=30: expected, not certified" in named
+    with Image.open(tmp_path / "named" / "red-apple-glossy-3d-style-seed0-plan.png") as image:
+        settings = json.loads(image.text["holdover"])
+    assert (settings["cache"], settings["settings"]) == ("plan", {"quality": "draft"})
+
+
 def test_without_a_cache_the_images_are_equal(tmp_path: Path) -> None:
     out, _ = run(PROMPT, "--steps", "2", "--out", str(tmp_path), "--compare")
     assert "equal images" in out
@@ -96,6 +111,11 @@ def test_a_model_from_a_folder(tmp_path: Path) -> None:
         (("dog", "--cache", "tea_cache", "--set", "rel_l1=1"), "Did you mean 'rel_l1_thresh'?"),
         (("dog", "--cache", "tea_cache", "--set", "rel_l1_thresh=-1"), "must be at least 0, not -1"),
         (("dog", "--cache", "tea_cache", "--set", "rel_l1_thresh"), "A setting is written key=value"),
+        (("dog", "--quality", "hihg"), "There is no quality 'hihg'. Did you mean 'high'?"),
+        (("dog", "--quality", "high", "--cache", "none"), "leave --cache none or --quality out."),
+        (("dog", "--quality", "high", "--cache", "mag_cache"), "leave --cache mag_cache or --quality out."),
+        (("dog", "--quality", "high", "--set", "budget=3"), "one of budget, target, quality and schedule, not budget"),
+        (("dog", "--quality", "high", "--set", "quality=draft"), "The setting 'quality' is given twice."),
         (("dog", "--model", "emojy"), "There is no model 'emojy'. Did you mean 'emoji'?"),
     ],
 )

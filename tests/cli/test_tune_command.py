@@ -59,6 +59,18 @@ def test_tune_writes_a_certificate_and_prints_predicted_and_measured(profile: Pa
     assert all(float(row[3]) <= float(row[2]) for row in rows)
 
 
+def test_a_quality_gets_a_target_and_a_certificate(profile: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.safetensors"
+    code, output = run("tune", profile, *FEW, "--quality", "draft", "--out", own)
+    assert code == 0, output
+    assert Profile.load(own).facts.qualities == (("draft", "psnr>=15"),)
+    code, output = run("tune", own, *FEW[:-2], "--quality", "draft", "--out", tmp_path / "again.safetensors")
+    assert code == 0, output
+    assert "50% of images meet psnr>=15" in output
+    again = Profile.load(tmp_path / "again.safetensors")
+    assert [certificate.target for certificate in again.facts.certificates] == ["psnr>=15"]
+
+
 def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +95,7 @@ def test_a_report_has_both_frontiers_with_every_method_and_both_baselines(
 BAD = {
     "a profile that is not there": (["none.safetensors"], "No profile could be read from none.safetensors"),
     "a bad target": (["none.safetensors", "--target", "pnsr>=3"], "Did you mean 'psnr'?"),
+    "a bad quality": (["none.safetensors", "--quality", "hihg"], "There is no quality 'hihg'. Did you mean 'high'?"),
     "no prompts": (["none.safetensors", "--num", "0"], "--num must be 1 or more, not 0."),
     "a report of no prompts": (["none.safetensors", "--report-prompts", "0"], "--report-prompts must be 1 or more"),
     "a page that is a folder": (["none.safetensors", "--report", "there.html"], "there.html is a folder."),

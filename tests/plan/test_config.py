@@ -18,7 +18,7 @@ from holdover.plan.config import Target, steps_for
     ],
 )
 def test_one_wish_at_a_time(given):
-    with pytest.raises(ConfigError, match="one of budget, target and schedule, not " + " and ".join(given)):
+    with pytest.raises(ConfigError, match="one of budget, target, quality and schedule, not " + " and ".join(given)):
         PlanConfig(**given)
 
 

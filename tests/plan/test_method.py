@@ -146,7 +146,7 @@ def test_other_budgets_and_off_for_single_requests(flux):
         assert torch.equal(run(pipe, **tiny.call(steps=12)), usual)
         with pytest.raises(holdover.ConfigError, match="budget"):
             cache.using(bugdet=3)
-        with pytest.raises(holdover.ConfigError, match="one of budget, target and schedule"):
+        with pytest.raises(holdover.ConfigError, match="one of budget, target, quality and schedule"):
             cache.using(target="psnr>=40")
     assert mean_square(better, plain) < mean_square(usual, plain)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -105,7 +105,12 @@ def calibrate(
 @takes_model
 def tune(
     profile: Annotated[str, Argument(help="A profile that `holdover calibrate` wrote: a file, or hf://owner/name.")],
-    target: Annotated[str, Option(help="psnr>=40, ssim>=0.98, ...")] = "psnr>=40",
+    target: Annotated[
+        str | None, Option(help="psnr>=40, ssim>=0.98, ...; default: that of --quality, else psnr>=40.")
+    ] = None,
+    quality: Annotated[
+        str | None, Option(help="lossless, high, balanced or draft: certify its target; with --target, set it first.")
+    ] = None,
     prompts: Annotated[Path | None, Option(help="A file with one held-out prompt per line; default: built in.")] = None,
     num: Annotated[int, Option(help="Number of prompts.")] = 60,
     confidence: Annotated[float, Option(help="Confidence of the certificate.")] = 0.95,
@@ -123,9 +128,14 @@ def tune(
     are shown side by side, with every other method and fewer steps with both solvers on the same axes.
     """
     from ..profiles.files import SUFFIX
+    from ..profiles.targets import Target, check_quality
 
     check_range(1, num=num, batch_size=batch_size, report_prompts=report_prompts)
     check_range(0.01, 0.9999, confidence=confidence, share=share)
+    if target is not None:
+        Target.parsed(target)
+    if quality is not None:
+        check_quality(quality)
     folder, page = _report_paths(report) if report is not None else (None, None)
     if profile.startswith("hf:") and out is None:
         raise ConfigError("--out is missing: the certificate is written to a file, not to the profile on the Hub.")
@@ -138,19 +148,18 @@ def tune(
     from ..compare import build_frontier_comparison
     from ..loading import load_pipeline
     from ..plan.calls import built_in_prompts, prompts_from_file
-    from ..plan.config import Target
     from ..profiles import Profile
     from ..report import Prediction
 
-    Target.parsed(target)
     measured = Profile.load(profile)
     given = prompts_from_file(prompts) if prompts else None
     pipe = load_pipeline(model)
     arguments = model.call_arguments(pipe)
     chosen = (given or built_in_prompts(pipe)[measured.facts.prompts :])[:num]
-    found = plan.tune(pipe, measured, chosen, target, confidence, share=share, batch_size=batch_size, **arguments)
+    options: dict[str, Any] = {"quality": quality, "share": share, "batch_size": batch_size}
+    found = plan.tune(pipe, measured, chosen, target, confidence, **options, **arguments)
     found.profile.save(out)
-    prediction = Prediction.of(found, target)
+    prediction = Prediction.of(found, found.target)
     _print_trials(prediction)
     if folder is not None:
         spec = build_frontier_comparison(Profile.load(out), out, chosen[:report_prompts], batch_size)

@@ -33,8 +33,13 @@ if TYPE_CHECKING:
 @takes_model
 def generate(
     prompt: Annotated[str, Argument(help="What to generate: 'red apple, glossy 3d style'.")],
-    cache: Annotated[str, Option(help="A caching method: see `holdover methods`.")] = "none",
+    cache: Annotated[
+        str | None, Option(help="A caching method: see `holdover methods`; default: none, or plan with --quality.")
+    ] = None,
     settings: Annotated[list[str] | None, Option("--set", help="A setting of the method: key=value.")] = None,
+    quality: Annotated[
+        str | None, Option(help="lossless, high, balanced or draft: --cache plan --set quality=QUALITY.")
+    ] = None,
     steps: Annotated[int, Option(help="Denoising steps.")] = 30,
     seed: Annotated[int, Option(help="Seed of the first image; the next images have the next seeds.")] = 0,
     num: Annotated[int, Option(help="Number of images.")] = 1,
@@ -48,6 +53,7 @@ def generate(
 ) -> None:
     """Generate images and save them as PNG, or a video as MP4, GIF or WebP, with their settings in the file."""
     from ..compare.spec import Comparison, MethodCandidate
+    from ..profiles.targets import check_quality
     from ..selector import check_settings
 
     check_range(1, num=num)
@@ -58,7 +64,12 @@ def generate(
         raise ConfigError(f"{out} exists already; no file is replaced.")
     if out.suffix.lower() == ".mp4":
         require_packages("An MP4 file", "video", "av")
-    given = parse_settings(settings or [])
+    if quality is not None:
+        check_quality(quality)
+        if cache not in (None, "plan"):
+            raise ConfigError(f"--quality is a setting of plan: leave --cache {cache} or --quality out.")
+        cache, settings = "plan", [*(settings or []), f"quality={quality}"]
+    cache, given = cache or "none", parse_settings(settings or [])
     check_settings(cache, given)  # before torch is imported
     folder = out.parent if is_video else out
     check_writable(folder)
@@ -121,6 +132,8 @@ def generate(
         print_line(out)
     print_line(", ".join([cache, *(f"{key}={value}" for key, value in given.items())]) + ": C computed, h held")
     _print_steps(generation)
+    for note in generation.notes:
+        print_line(note)
     noun = "video" if makes_videos(pipe) else "image"
     print_line(f"{fmean(after):.2f} s per {noun}")
     if compare:

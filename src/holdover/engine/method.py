@@ -60,6 +60,11 @@ class Method(ABC, Generic[ConfigT]):
         return BLOCK_PASSES
 
     @property
+    def generation_notes(self) -> tuple[str, ...]:
+        """What to say about the running generation, known when its first branch starts."""
+        return ()
+
+    @property
     def declared_steps(self) -> int | None:
         """The number of steps where neither a scheduler nor the caller says it."""
         return None

@@ -105,6 +105,7 @@ class Generation:
         """The state of a branch that runs for the first time."""
         grid, method = self.grids[transformer], self.method
         policy = method.policy(transformer, branch, grid)
+        self.stats.notes = method.generation_notes
         passes, predictor = method.block_passes(transformer), method.predictor(transformer, branch, grid)
         state = BranchState(policy, policy.start(), passes, predictor, method.storage)
         self.states[transformer, branch] = state

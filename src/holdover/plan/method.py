@@ -166,6 +166,10 @@ class PlanMethod(Method[PlanConfig]):
         """A hash of the weights of the plan that was made last."""
         return next(reversed(self._plans.values())).digest if self._plans else ""
 
+    @property
+    def generation_notes(self) -> tuple[str, ...]:
+        return () if self._state is None else self._state.plan.notes
+
     def make_runner(self, transformer: CachedTransformer) -> Runner:
         return OutputRunner(transformer)
 
@@ -191,8 +195,13 @@ class PlanMethod(Method[PlanConfig]):
     def _check_unmeasured(self, transformer: CachedTransformer) -> None:
         """Refuse a plan without a profile; warn where one is asked for, and accept a schedule that the caller gives."""
         config = self.config
-        if config.predictor == "least_squares" or config.target is not None:
-            raise ConfigError("This needs a profile: measure one with holdover.calibrate(pipe, ...).")
+        fitted = config.predictor if config.predictor == "least_squares" else None
+        for name, value in (("quality", config.quality), ("target", config.target), ("predictor", fitted)):
+            if value is not None:
+                raise ConfigError(
+                    f'{name}="{value}" needs a profile of this {transformer.class_name}: measure one with '
+                    "holdover.calibrate(pipe, prompts) or `holdover calibrate --model MODEL`, and give it as profile=."
+                )
         if config.profile is None and config.schedule is None:
             raise ProfileError(
                 f"plan has no profile of this {transformer.class_name}. Measure one with "

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import ConfigError, ProfileError
 from ..profiles import Certificate, MeasuredPlan, PlannerOptions, Profile
-from .config import DEFAULT_BUDGET, PlanConfig, Target, steps_for
+from ..profiles.targets import Target
+from .config import DEFAULT_BUDGET, PlanConfig, steps_for
 from .error_model import DEFAULT_OPTIONS, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
 from .generation import GenerationSpec, Preconditioning, euler_response
 from .search import CandidateSchedule, ScheduleSearch, cautious, growing
@@ -192,8 +193,12 @@ class Planner:
                 raise ConfigError(f"The schedule names step {latest}, but the last step of this generation is {last}.")
             computed = tuple(sorted(starts | {step for step in config.schedule if step >= first}))
             return CandidateSchedule(computed, "given") if search is None else search.evaluate(computed, "given")
-        if config.target is not None:
-            return self._choose_for_target(Target.parsed(config.target), problem)
+        wanted = config.target
+        if config.quality is not None:
+            assert self._profile is not None  # enabling for a quality without a profile is refused
+            wanted = self._profile.target_of(config.quality)
+        if wanted is not None:
+            return self._choose_for_target(Target.parsed(wanted), problem)
         budget = steps_for(DEFAULT_BUDGET if config.budget is None else config.budget, spec.length)
         if search is None:
             steps = cautious(spec.length) if config.budget is None else growing(spec.length, budget)
@@ -208,6 +213,9 @@ class Planner:
         """The fastest schedule certified for a target under these conditions, else the fastest expected to meet it."""
         assert problem.search is not None  # enabling for a target without a profile is refused
         assert self._profile is not None
+        quality = self._config.quality
+        named = "" if quality is None else f"quality {quality} is {target}: "
+        setting = f'target="{target}"' if quality is None else f'quality="{quality}"'
         certified = [
             certificate
             for certificate in self._profile.facts.certificates
@@ -223,11 +231,17 @@ class Planner:
         ]
         if certified:
             fastest = min(certified, key=lambda certificate: len(certificate.computed))
-            return problem.search.evaluate(fastest.computed, f"certified for {fastest.target}")
+            return problem.search.evaluate(fastest.computed, f"{named}certified for {fastest.target}")
         offset = self._profile.facts.psnr_offset
         if target.metric != "psnr" or offset is None:
-            raise ConfigError(f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, ...) first.")
-        return next(c for c in problem.search.frontier.values() if c.psnr(offset) >= target.least)
+            raise ConfigError(
+                f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, {setting}) first."
+            )
+        expected = next(c for c in problem.search.frontier.values() if c.psnr(offset) >= target.least)
+        if quality is None:
+            return expected
+        origin = f"{named}expected, not certified; holdover.tune(pipe, profile, {setting}) certifies it"
+        return replace(expected, origin=origin)
 
     def _tried_schedules(self, problem: PlanProblem) -> list[MeasuredPlan]:
         """The profile's schedules that were tried on the model under the same conditions and branches."""

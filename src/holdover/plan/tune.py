@@ -25,14 +25,16 @@ from ..engine.backend import find_transformers
 from ..errors import ConfigError, HoldoverError
 from ..metrics import each
 from ..profiles import Certificate, Profile
+from ..profiles.targets import Target
 from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_prompts, make_batches
-from .config import METRICS, PlanConfig, Target
+from .config import METRICS, PlanConfig
 from .generation import adapters
 from .method import PlanBackend
 from .planner import search_profile
 from .search import CandidateSchedule
 
 T = TypeVar("T")
+DEFAULT_TARGET = "psnr>=40"
 _MARGIN = 20.0  # dB above the target at which the sequence of candidates starts
 _FASTER = 1.12  # speed-up from one candidate to the next
 
@@ -98,11 +100,12 @@ class CandidateResult:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The profile with its certificate, and every candidate that was tried, from slow to fast."""
+    """The profile with its certificate, every candidate that was tried, from slow to fast, and the target."""
 
     profile: Profile
     certificate: Certificate | None
     tried: tuple[CandidateResult, ...]
+    target: str
 
     def __str__(self) -> str:
         if self.certificate is None:
@@ -114,9 +117,10 @@ def tune(
     pipe: Any,
     profile: Profile | str,
     prompts: Prompt | Sequence[Prompt] | None = None,
-    target: str = "psnr>=40",
+    target: str | None = None,
     confidence: float = 0.95,
     *,
+    quality: str | None = None,
     share: float = 0.95,
     seed: int = 1_000_000,
     batch_size: int = 1,
@@ -125,12 +129,16 @@ def tune(
 ) -> TuningResult:
     """Find the fastest plan with which `share` of images meet `target`, shown with `confidence` on held-back prompts.
 
-    The prompts must not be those of the calibration; the default is the rest of the built-in list. Candidates are tried
-    from slow to fast, each until it has passed or can no longer pass. `profile` is a Profile, or the path or address of
-    one.
+    `target` is by default that of `quality`, else `psnr>=40`. With both, it becomes the profile's target for that
+    quality, also if nothing can be certified for it. The prompts must not be those of the calibration; the default is
+    the rest of the built-in list. Candidates are tried from slow to fast, each until it has passed or can no longer
+    pass. `profile` is a Profile, or the path or address of one.
     """
-    wanted = Target.parsed(target)
     profile = Profile.load(profile) if isinstance(profile, str) else profile
+    if quality is not None:
+        profile = profile if target is None else profile.with_quality(quality, target)
+        target = profile.target_of(quality)
+    wanted = Target.parsed(DEFAULT_TARGET if target is None else target)
     chosen = _held_back_prompts(pipe, profile, prompts, share, confidence)
     most = allowed_misses(len(chosen), share, confidence) or 0
     offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
@@ -151,7 +159,7 @@ def tune(
         trials.generate_references(bar.update)
         best = fastest_passing(candidates, passes)
     if best is None:
-        return TuningResult(profile, None, tuple(tried))
+        return TuningResult(profile, None, tuple(tried), str(wanted))
     result = next(one for one in tried if one.computed == best.computed)
     certificate = Certificate(
         target=str(wanted),
@@ -168,7 +176,8 @@ def tune(
         adapters=tuple(a for module in find_transformers(pipe).values() for a in adapters(module)),
     )
     others = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
-    return TuningResult(profile.with_facts(certificates=(*others, certificate)), certificate, tuple(tried))
+    certified = profile.with_facts(certificates=(*others, certificate))
+    return TuningResult(certified, certificate, tuple(tried), str(wanted))
 
 
 def _held_back_prompts(

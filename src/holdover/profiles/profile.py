@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from ..errors import ProfileError
+from ..errors import ConfigError, ProfileError
 from .files import SUFFIX, check_version, compute_digest, decode, encode, parse_json, write_file
 from .hub import locate, upload
+from .targets import QUALITY_TARGETS, Target, check_quality
 
 if TYPE_CHECKING:
     from pydantic_core.core_schema import CoreSchema
@@ -274,7 +275,8 @@ class ProfileFacts:
     output plus `carry[i]` times the latent at step i; both are empty if it gets the output itself. `options` are those
     that trials on the model chose, else the defaults. `guider` has the pipeline's guider with its settings, if any.
     `cost` is what the calibration took, in generations and seconds. `origin` is the address with the commit, if the
-    profile, or the one it was made from, was loaded from the Hub.
+    profile, or the one it was made from, was loaded from the Hub. `qualities` are the names whose targets differ from
+    the defaults, with their targets.
     """
 
     name: str
@@ -304,6 +306,15 @@ class ProfileFacts:
     guider: str = ""
     cost: tuple[tuple[str, float], ...] = ()
     origin: str = ""
+    qualities: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            for name, target in self.qualities:
+                check_quality(name)
+                Target.parsed(target)
+        except ConfigError as error:
+            raise ProfileError(str(error)) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,6 +384,17 @@ class Profile:
     def with_facts(self, **changes: Any) -> Self:
         """A copy with some facts changed and the same measurements."""
         return replace(self, facts=replace(self.facts, **changes))
+
+    def target_of(self, quality: str) -> str:
+        """The target that a quality stands for: the profile's own, else the default."""
+        check_quality(quality)
+        return dict(self.facts.qualities).get(quality, QUALITY_TARGETS[quality])
+
+    def with_quality(self, quality: str, target: str) -> Self:
+        """A copy in which a quality (`lossless`, `high`, `balanced` or `draft`) stands for this target."""
+        check_quality(quality)
+        changed = dict(self.facts.qualities) | {quality: str(Target.parsed(target))}
+        return self.with_facts(qualities=tuple(changed.items()))
 
     def _arrays(self) -> dict[str, NDArray[np.float64]]:
         seams = {f"seam.{name}": array for name, array in self.seams.items()}

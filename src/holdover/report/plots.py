@@ -14,9 +14,9 @@ from typing import Any, Self
 from ..compare import Results, Row
 from ..metrics import Summary
 from ..plan import TuningResult
-from ..plan.config import Target
 from ..plan.planner import search_profile
 from ..profiles import Profile
+from ..profiles.targets import Target
 from ..selector import config_class, methods
 
 PLAN = "plan"
