@@ -198,7 +198,7 @@ def test_a_lower_compression_quality_gives_a_smaller_file(server: Server) -> Non
 def test_fields_without_a_meaning_are_ignored_with_a_note(client: openai.OpenAI) -> None:
     answer = client.images.generate(
         prompt=PROMPT,
-        quality="high",
+        quality="hd",
         style="vivid",
         background="transparent",
         moderation="low",
@@ -216,7 +216,8 @@ def test_fields_without_a_meaning_are_ignored_with_a_note(client: openai.OpenAI)
     assert silent.data[0].b64_json == answer.data[0].b64_json
     asked = {"seed": 1, "quality": "low", **FEW}
     (done,) = client.images.generate(prompt=PROMPT, stream=True, extra_body=asked)
-    assert done.notes == ["quality is ignored: the number of steps decides it."]  # type: ignore[union-attr]
+    (note,) = done.notes  # type: ignore[union-attr]
+    assert "lossless, high, balanced, draft choose a plan" in note
 
 
 # Errors
@@ -226,6 +227,13 @@ WRONG: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"promt": "x"}, 400, "promt", "Did you mean 'prompt'?"),
     ({"anything": "x"}, 400, "anything", "There is no field 'anything'. Fields: prompt, "),
     ({"quality": "ultra"}, 400, "quality", "'auto', 'low'"),
+    ({"quality": "high", "cache": {"method": "mag_cache"}}, 400, "quality", "a setting of 'plan', not of 'mag_cache'"),
+    ({"quality": "high", "cache": {"method": "plan", "budget": 2}}, 400, "quality", "not budget and quality"),
+    ({"quality": "high", "cache": {"schedule": [0]}}, 400, "quality", "not quality and schedule"),
+    ({"quality": "high", "cache": {"quality": "draft"}}, 400, "quality", "send only one"),
+    ({"quality": "high", "cache": {"mag_threshold": 0.1}}, 400, "cache.mag_threshold", "a setting of 'mag_cache'"),
+    ({"cache": {"quality": "hihg"}}, 400, "cache.quality", "Did you mean 'high'?"),
+    ({"cache": {"quality": "high", "target": "psnr>=30"}}, 400, "cache", "not target and quality"),
     ({"output_format": "gif"}, 400, "output_format", "'png', 'jpeg' or 'webp'"),
     ({"prompt": ""}, 400, "prompt", "at least 1 character"),
     ({"prompt": 3}, 400, "prompt", "valid string"),

@@ -170,6 +170,32 @@ def test_every_field_is_sent_and_any_number_is_taken(browser: Browser, server: S
     assert watched.messages == []
 
 
+def test_a_plan_aims_for_a_quality_a_psnr_or_a_speed_up(browser: Browser, server: Server) -> None:
+    watched = Watched(browser, f"{server.url}/?method=plan&steps=6&guidance=1")
+    page = watched.page
+    watched.wait_for_the_result()
+    shown = {"quality": {"quality": "high"}, "target": {"target": "psnr>=40"}, "budget": {"budget": "3x"}}
+    for aim, settings in shown.items():
+        page.select_option("#aim", aim)
+        for name in shown:
+            expect(page.locator(f"[data-setting={name}]")).to_be_visible(visible=name == aim)
+        with page.expect_request(lambda request: '"plan"' in (request.post_data or "")) as cached:
+            page.click("#generate")
+        assert cached.value.post_data_json["cache"] == {"method": "plan", **settings}
+        watched.wait_for_the_result()
+    page.select_option("#aim", "quality")
+    assert (
+        page.locator("[data-setting=quality]").evaluate("list => [...list.options].filter(o => !o.hidden).length") == 4
+    )
+    page.select_option("[data-setting=quality]", label="draft")
+    assert "cache.quality=%22draft%22" in page.url
+    linked = Watched(browser, page.url)
+    linked.wait_for_the_result()
+    assert linked.page.input_value("#aim") == "quality"
+    assert linked.page.locator("[data-setting=quality]").evaluate("list => list.selectedOptions[0].label") == "draft"
+    assert watched.messages + linked.messages == []
+
+
 def test_every_method_has_a_form_and_generates(browser: Browser, server: Server) -> None:
     watched = Watched(browser, server.url)
     page = watched.page

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from PIL import Image
 
+from holdover.profiles.targets import QUALITY_TARGETS
 from holdover.selector import methods, own_config
 from holdover.serve.errors import ApiError
 from holdover.serve.queue import ImageSpec
-from holdover.serve.schemas import ImageRequest, VideoDefaults, VideoRequest
+from holdover.serve.schemas import ImageRequest, Quality, VideoDefaults, VideoRequest
 from holdover.serve.settings import Settings
 from holdover.serve.validation import (
     ModelInfo,
+    ignored_fields,
     method_infos,
     preview_steps,
     requested_cache,
@@ -121,6 +123,29 @@ def test_a_method_by_name_has_its_own_defaults_but_the_servers_profile() -> None
 def test_a_target_selects_plan() -> None:
     assert requested_cache({"target": "psnr>=40"}, DEFAULT, 100) == own_config("plan", {"target": "psnr>=40"})
     assert requested_cache({"target": "psnr>=40"}, PLANNED, 100).as_dict()["profile"] == "mine.safetensors"
+
+
+def test_a_quality_selects_plan_where_there_is_a_profile() -> None:
+    assert get_args(Quality) == tuple(QUALITY_TARGETS)
+    draft = own_config("plan", {"quality": "draft"})
+    assert requested_cache({"quality": "draft"}, DEFAULT, 100) == draft
+    assert requested_cache(None, DEFAULT, 100, "draft") == draft
+    with_profile = requested_cache({"guard": False}, PLANNED, 100, "draft")
+    assert with_profile == own_config("plan", {"quality": "draft", "guard": False, "profile": "mine.safetensors"})
+    shipped, unmeasured = replace(FLUX, has_profile=True), own_config("plan", {"profile": "none"})
+    for model, default, used in (
+        (FLUX, NONE, False),
+        (FLUX, own_config("plan", {}), False),
+        (FLUX, PLANNED, True),
+        (shipped, NONE, True),
+        (shipped, own_config("plan", {}), True),
+        (shipped, unmeasured, False),
+    ):
+        request = ImageRequest(prompt="x", quality="high")
+        (found,) = validate(request, model, Settings(), default)
+        assert (found.cache.as_dict().get("quality") == "high") == used
+        assert found.cache == default or used
+        assert bool(ignored_fields(request, model, default)) == (not used)
 
 
 @pytest.mark.parametrize(

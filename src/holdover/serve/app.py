@@ -143,7 +143,7 @@ async def _generate(request: Request, body: schemas.ImageRequest, image: Image |
     specs = await asyncio.to_thread(
         validate, body, model, request.app.state.settings, default_cache, request.state.request_id, image
     )
-    items, notes = [QueueItem(spec) for spec in specs], ignored_fields(body)
+    items, notes = [QueueItem(spec) for spec in specs], ignored_fields(body, model, default_cache)
     events = follow(items)
     backend.submit(items)
     if body.stream:
@@ -272,7 +272,7 @@ async def create_video(request: Request) -> schemas.Video:
     spec = await asyncio.to_thread(
         validate_video, body, model, state.settings, default_cache, request.state.request_id, image
     )
-    return await jobs.create(spec, model.name, ignored_fields(body))
+    return await jobs.create(spec, model.name, ignored_fields(body, model, default_cache))
 
 
 @router.get("/v1/videos", tags=["videos"], responses=_VIDEO_ERRORS)

@@ -19,6 +19,7 @@ from ..errors import EnableError
 from ..loading import image_size, load_pipeline, require_packages
 from ..metrics import get_images
 from ..plan.calls import keywords_of, video_multiples
+from ..plan.generation import resolve_profile
 from ..video import RATE_KEYWORDS, default_rate, stream_frames
 from ..video import to_pixels as frame_to_pixels
 from ..zoo import MODELS
@@ -149,6 +150,7 @@ def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> 
         cfg_scale=_default_number(parameters, "true_cfg_scale"),
         edit_parameters=frozenset(edits),
         strength=_default_number(edits, "strength"),
+        has_profile=resolve_profile(None, transformer) is not None,
     )
 
 
@@ -192,6 +194,7 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
             multiple=temporal,
             image="none" if takes_image is None else "required" if needs_image else "optional",
         ),
+        has_profile=resolve_profile(None, transformer) is not None,
     )
 
 

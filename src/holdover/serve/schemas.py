@@ -11,6 +11,7 @@ Count = Annotated[int, Field(ge=1)]
 Scale = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1, le=240, allow_inf_nan=False)]
 Format = Literal["png", "jpeg", "webp"]
+Quality = Literal["lossless", "high", "balanced", "draft"]
 
 MAX_FIELDS = 64  # of a request
 
@@ -56,7 +57,12 @@ class GenerationRequest(BaseModel):
     cache: dict[str, Any] | None = Field(
         None,
         description="The cache for this request: a method with its settings, settings alone to change the server's "
-        'default, {"method": "none"} for no cache, or a target like {"target": "psnr>=40"}.',
+        'default, {"method": "none"} for no cache, a target like {"target": "psnr>=40"}, or {"quality": "high"}.',
+    )
+    quality: Literal[Quality, "auto", "low", "medium", "xhigh", "max", "standard", "hd"] | None = Field(
+        None,
+        description="lossless, high, balanced or draft: the fastest plan for that quality; needs a profile of the "
+        "model, without which high is ignored. OpenAI's other values are ignored.",
     )
 
     @model_validator(mode="before")
@@ -85,9 +91,6 @@ class ImageRequest(GenerationRequest):
     stream: bool | None = Field(None, description="Server-sent events instead of one response; generates one image.")
     partial_images: Annotated[int, Field(ge=0, le=100)] | None = Field(
         None, description="While streaming: number of previews of the unfinished image."
-    )
-    quality: Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"] | None = Field(
-        None, description="Ignored: set steps."
     )
     style: Literal["vivid", "natural"] | None = Field(None, description="Ignored: describe the style in the prompt.")
     background: Literal["auto", "opaque", "transparent"] | None = Field(
@@ -174,6 +177,7 @@ class GenerationInfo(BaseModel):
     seconds: Seconds
     batch: int = Field(description="Number of images in its batch, itself included.")
     held_bytes: int
+    notes: list[str] = Field(default=[], description="Where its plan comes from, and what quality to expect.")
 
 
 class Image(BaseModel):

@@ -132,7 +132,9 @@ def _run_rank(settings: Settings, rank: int, port: int) -> None:
     pipeline = prepare_pipeline(settings, device)
     store: Any = dist.TCPStore("127.0.0.1", port, size, is_master=False)  # type: ignore[attr-defined]
     _join_group(settings, rank, store)
-    follow(ServedModel(settings.model, split_pipeline(pipeline, settings, rank, device)), Messages())
+    pipeline = split_pipeline(pipeline, settings, rank, device)
+    messages = Messages()  # before the model, as on rank 0: both are collectives
+    follow(ServedModel(settings.model, pipeline), messages)
     dist.destroy_process_group()
 
 

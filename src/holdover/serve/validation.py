@@ -20,6 +20,7 @@ from fastapi.openapi.utils import get_openapi
 
 from ..config import Config, allowed_values
 from ..errors import ConfigError, did_you_mean
+from ..profiles.targets import QUALITY_TARGETS
 from ..selector import backend_class, config_class, methods, own_config
 from .errors import ApiError, invalid, too_large
 from .queue import ImageSpec, Size, VideoSpec
@@ -40,7 +41,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-TARGET_METHOD = "plan"  # a request with a quality target and no method gets this one
+TARGET_METHOD = "plan"  # a request with a target or a quality and no method gets this one
 MAX_COEFFICIENTS = 16  # of a polynomial; other lists have a value for each step, so that max_steps limits them
 MAX_TEXT = 200  # characters of a setting
 MAX_COUNT = 1000  # value of a setting that is an integer
@@ -54,7 +55,7 @@ class ModelInfo:
     A model of `fixed_size` generates at one size only, and its images are resized; for others, width and height are
     multiples of `size_multiple`. `parameters` are those of the pipeline's call, `edit_parameters` those of the call
     with an image, none if it takes no image. `guidance`, `cfg_scale` and `strength` are their defaults, None if
-    it has no such parameter. `video` is None if it generates images.
+    it has no such parameter. `video` is None if it generates images. `has_profile`: whether a profile of it ships.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelInfo:
     edit_parameters: frozenset[str] = frozenset()
     strength: float | None = None
     video: VideoDefaults | None = None
+    has_profile: bool = False
 
 
 def check_kind(model: ModelInfo, video: bool) -> None:
@@ -119,7 +121,9 @@ def validate(
         output_size=size,
         steps=steps,
         guidance=_guidance(request, model.name, parameters),
-        cache=requested_cache(request.cache, default_cache, settings.max_steps),
+        cache=requested_cache(
+            request.cache, default_cache, settings.max_steps, requested_quality(request, model, default_cache)
+        ),
         request_id=request_id,
         image=image,
         strength=model.strength if strength is None and image is not None else strength,
@@ -174,7 +178,9 @@ def validate_video(
         output_size=size,
         steps=_steps(request, model, settings),
         guidance=guidance,
-        cache=requested_cache(request.cache, default_cache, settings.max_steps),
+        cache=requested_cache(
+            request.cache, default_cache, settings.max_steps, requested_quality(request, model, default_cache)
+        ),
         request_id=request_id,
         image=image,
         frames=frames,
@@ -279,7 +285,7 @@ def preview_steps(count: int, steps: int) -> frozenset[int]:
 
 
 _IGNORED: dict[str, tuple[tuple[str, ...], str]] = {  # values that need no note; why others are ignored
-    "quality": (("auto",), "the number of steps decides it"),
+    "quality": (("auto",), f"{', '.join(QUALITY_TARGETS)} choose a plan, which needs a profile of the model"),
     "style": ((), "describe the style in the prompt"),
     "background": (("auto", "opaque"), "images are opaque"),
     "moderation": ((), "prompts are not moderated"),
@@ -290,12 +296,12 @@ _IGNORED: dict[str, tuple[tuple[str, ...], str]] = {  # values that need no note
 }
 
 
-def ignored_fields(request: GenerationRequest) -> list[str]:
+def ignored_fields(request: GenerationRequest, model: ModelInfo, default: Config) -> list[str]:
     """A note for each field of OpenAI's API that has no meaning here."""
-    notes = []
+    notes, has_quality = [], requested_quality(request, model, default) is not None
     for name, (silent, reason) in _IGNORED.items():
         value = getattr(request, name, None)
-        if value is not None and value not in silent:
+        if value is not None and value not in silent and not (name == "quality" and has_quality):
             notes.append(f"{name} is ignored: {reason}.")
     if not isinstance(request, ImageRequest):
         return notes
@@ -304,16 +310,43 @@ def ignored_fields(request: GenerationRequest) -> list[str]:
     return notes
 
 
-def requested_cache(cache: Mapping[str, Any] | None, default: Config, max_steps: int) -> Config:
-    """The cache that a request asks for: a method by name has its own defaults, settings alone change `default`."""
-    if cache is None:
+def requested_quality(request: GenerationRequest, model: ModelInfo, default: Config) -> str | None:
+    """The quality of plan that the request's field `quality` names; None where the field is ignored."""
+    if request.quality not in QUALITY_TARGETS:
+        return None
+    has_profile = model.has_profile
+    if default.method == TARGET_METHOD and (profile := default.as_dict()["profile"]) is not None:
+        has_profile = profile != "none"
+    if has_profile:
+        return request.quality
+    if request.quality == "high":  # clients of OpenAI's API send it by habit
+        return None
+    message = (
+        f"quality {request.quality!r} needs a profile of {model.name}: measure one with `holdover calibrate --model "
+        'MODEL --out FILE`, and start the server with --cache-backend plan --cache-config \'{"profile": "FILE"}\'.'
+    )
+    raise invalid(message, "quality", "cannot_cache")
+
+
+def requested_cache(
+    cache: Mapping[str, Any] | None, default: Config, max_steps: int, quality: str | None = None
+) -> Config:
+    """The cache that a request asks for: a method by name has its own defaults, settings alone change `default`.
+
+    `quality` is that of the request itself: one more setting, of plan.
+    """
+    if cache is None and quality is None:
         return default
-    settings = dict(cache)
+    settings = dict(cache or {})
     if len(settings) > MAX_FIELDS:
         raise too_large(f"cache has {len(settings)} settings; at most {MAX_FIELDS} are allowed.", "cache")
     for name, value in settings.items():
         _check_length(name, value, max_steps)
-    method = settings.pop("method", TARGET_METHOD if "target" in settings else None)
+    if quality is not None:
+        if settings.get("quality") not in (None, quality):
+            raise invalid(f"quality is {quality!r} and cache has another one: send only one.", "quality")
+        settings["quality"] = quality
+    method = settings.pop("method", TARGET_METHOD if {"target", "quality"} & settings.keys() else None)
     if method is not None and not isinstance(method, str):
         raise invalid(f"cache.method must be a name, not {method!r}.", "cache.method")
     try:
@@ -334,6 +367,8 @@ def requested_cache(cache: Mapping[str, Any] | None, default: Config, max_steps:
             param = "cache.method"
         elif named or len(settings) == 1:
             param = f"cache.{[*named, *settings][0]}"
+        if quality is not None and param in ("cache", "cache.quality"):
+            param = "quality"
         raise invalid(message, param) from None
     for name in settings:  # integers count steps or blocks, and cache-dit makes lists of them
         if type(getattr(config, name)) is int and getattr(config, name) > MAX_COUNT:
@@ -504,7 +539,7 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
     schemas |= video.pop("$defs")
     video["properties"]["num_frames"]["anyOf"][0]["maximum"] = settings.max_frames
     schemas["VideoForm"] = video | {"properties": video["properties"] | {"input_reference": _UPLOAD}}
-    # `cache` may be each method by name, settings of the default method, or a target.
+    # `cache` may be each method by name, settings of the default method, a target, or a quality.
     closed = {"type": "object", "additionalProperties": False}
     default = closed | {"title": f"{default_method}, the default"}
     default |= {"properties": settings_schema(default_method, settings.max_steps)}
@@ -516,6 +551,8 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
         for method in methods()
     ]
     by_target = {"type": "object", "title": "target", "properties": target, "required": ["target"]}
+    quality = {"quality": {"enum": list(QUALITY_TARGETS)}}
+    by_quality = {"type": "object", "title": "quality", "properties": quality, "required": ["quality"]}
     for schema in (schemas["ImageRequest"], edit, video):
         request = schema["properties"]
         if schema is not video:
@@ -526,5 +563,5 @@ def openapi_document(app: FastAPI, settings: Settings, default_method: str) -> d
         request["prompt"]["maxLength"] = settings.max_prompt
         request["negative_prompt"]["anyOf"][0]["maxLength"] = settings.max_prompt
         request["model"] |= {"anyOf": [{"const": settings.model}, {"type": "null"}]}
-        request["cache"] |= {"anyOf": [*named, default, by_target, {"type": "null"}]}
+        request["cache"] |= {"anyOf": [*named, default, by_target, by_quality, {"type": "null"}]}
     return document

@@ -202,7 +202,8 @@ class Worker(ImageBackend):
         except ApiError as error:
             _fail(batch, error)
         except HoldoverError as error:
-            param = "cache" if cache.as_dict().get("target") is None else "cache.target"
+            given = [name for name in ("target", "quality") if cache.as_dict().get(name) is not None]
+            param = f"cache.{given[0]}" if given else "cache"
             _fail(batch, invalid(str(error), param, "cannot_cache"))
         except torch.OutOfMemoryError:
             message = f"The device is out of memory: request a smaller {batch[0].spec.noun}."
@@ -263,6 +264,7 @@ class Worker(ImageBackend):
                 ),
                 batch=len(specs),
                 held_bytes=stats.peak_bytes,
+                notes=list(stats.notes),
             )
             for spec, waited in zip(specs, queued, strict=True)
         ]

@@ -22,7 +22,7 @@ export function methodButtons(methods, chosen, onChange) {
 
 /** Numbers with sliders, checkboxes, lists and texts for the settings of a method; `values` overrides the defaults. */
 export function settingInputs(method, values, targets, onChange) {
-  const fields = method.settings.filter((field) => !HIDDEN.has(field.name) && (targets || field.name !== "target"));
+  const fields = method.settings.filter((field) => !HIDDEN.has(field.name) && (targets || !["quality", "target"].includes(field.name)));
   const valueOf = (field) => values[field.name] ?? field.default;
   const simple = fields.filter((field) => formOf(field, valueOf(field)) !== text);
   const rows = [...simple, ...fields.filter((field) => !simple.includes(field))].map((field) => row(field, valueOf(field), onChange));
@@ -119,7 +119,9 @@ function slider(box, min, max, step) {
 const check = (field, value) => ({ input: kind(element("input", { type: "checkbox", checked: Boolean(value) }), "check") });
 
 function list(field, value) {
-  const options = field.choices.map((choice, i) => element("option", { value: i, selected: choice === value }, String(choice ?? "none")));
+  const named = field.name === "quality"; // what is aimed for, so none is no choice
+  const chosen = named ? (value ?? "high") : value;
+  const options = field.choices.map((choice, i) => element("option", { value: i, selected: choice === chosen, hidden: named && choice === null }, String(choice ?? "none")));
   return { input: kind(element("select", {}, ...options), "list") };
 }
 
@@ -131,12 +133,14 @@ function text(field, value) {
 
 const kind = (input, name) => ((input.dataset.kind = name), input);
 
-/** Quality or speed: one of the two is shown. */
+/** Quality or speed: one of them is shown. */
 function aim(rows, values, onChange) {
   const of = (name) => rows.find((row) => row.querySelector(`[data-setting=${name}]`));
-  const options = [["target", "a quality"], ["budget", "a speed-up"]].map(([value, text]) => element("option", { value, selected: value === (values.budget ? "budget" : "target") }, text));
+  const aims = { quality: "a quality", target: "a PSNR", budget: "a speed-up" };
+  const chosen = Object.keys(aims).findLast((name) => values[name] != null) ?? "target";
+  const options = Object.entries(aims).map(([value, text]) => element("option", { value, selected: value === chosen }, text));
   const select = element("select", { id: "aim" }, ...options);
-  const show = () => ["target", "budget"].forEach((name) => (of(name).hidden = name !== select.value));
+  const show = () => Object.keys(aims).forEach((name) => (of(name).hidden = name !== select.value));
   select.addEventListener("input", () => (show(), onChange()));
   show();
   return element("div", { className: "setting" }, element("div", { className: "line" }, element("label", { htmlFor: "aim" }, "Aim for"), select));
