@@ -237,6 +237,13 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         assert quality > 40
         assert f"{quality:.1f} dB" in text
         assert last(cached).stats.held_total > 0
+        planned = {}
+        for name in ("high", "psnr>=40", "draft"):
+            cached = apply(model, "plan", quality=name, profile="tiny")
+            comfy.sample(cached)
+            planned[name] = last(cached).stats.trace("cond"), nodes.summarize(cached)
+        assert planned["high"][0] == planned["psnr>=40"][0] != planned["draft"][0]
+        assert "quality high is psnr>=40: expected, not certified" in planned["high"][1]
         with pytest.raises(ConfigError, match="no cache on this model"):
             nodes.HoldoverCompare().compare(model, vae, 3, **inputs)
         with pytest.raises(ConfigError, match="plain name"):
@@ -255,6 +262,10 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         ({"method": "mag_cache"}, ProfileError, "Holdover Calibrate"),
         ({"method": "plan"}, ProfileError, "Holdover Calibrate"),
         ({"method": "plan", "quality": "psnr>=40", "profile": "none"}, ConfigError, "A quality needs a profile"),
+        ({"method": "plan", "quality": "high", "profile": "none"}, ConfigError, "A quality needs a profile"),
+        ({"method": "plan", "quality": "hihg"}, ConfigError, "Did you mean 'high'"),
+        ({"method": "plan", "quality": "psnr=40"}, ConfigError, "A target looks like"),
+        ({"method": "easy_cache", "quality": "high"}, ConfigError, "quality is a setting of plan"),
         ({"method": "tea_cache", "settings": "rel_l1_thresh=0.2"}, ConfigError, "not available in ComfyUI"),
         ({"method": "none", "start_percent": 0.8, "end_percent": 0.2}, ConfigError, "must be less than"),
     ],

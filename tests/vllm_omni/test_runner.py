@@ -12,6 +12,7 @@ from omni_pipelines import DiffusersInside, Loop
 import constant_free
 import holdover
 from holdover.errors import UnsupportedModelError
+from plan.profiled import calibrated
 from tiny.pipelines import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This plan was not measured")
@@ -114,6 +115,28 @@ def test_a_request_may_bring_settings_or_want_no_cache(omni):
     assert computed == [3, STEPS, 6, STEPS]
     plain = omni.runner(DiffusersInside("FluxPipeline")).execute_model(omni.request(STEPS, steps=STEPS))
     assert torch.equal(image, plain)
+
+
+def test_a_quality_is_the_plan_of_its_target(omni, tmp_path):
+    """For the server and for one request."""
+    measured = calibrated("FluxPipeline").with_facts(psnr_offset=20.0).with_quality("draft", "psnr>=20")
+    profile = str(measured.save(tmp_path / "flux.safetensors"))
+    counts = {}
+    for settings in ({"quality": "high"}, {"target": "psnr>=40"}):
+        runner = omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"profile": profile, **settings})
+        for wish in ({}, {"quality": "draft", "target": None}, {"quality": None, "target": "psnr>=20"}):
+            runner.execute_model(omni.request(STEPS, {"holdover": wish}, steps=STEPS))
+        counts[str(settings)] = [g.trace(g.branches[0]) for g in runner.cache_backend.stats().generations]
+    named, given = counts.values()
+    assert named == given
+    assert named[0] != named[1] == named[2]
+    notes = " ".join(runner.cache_backend.stats().notes)
+    assert "quality draft is psnr>=20: expected, not certified" in notes
+
+
+def test_a_quality_without_a_profile_fails_at_the_start(omni):
+    with pytest.raises(holdover.ConfigError, match=r'quality="high" needs a profile .*`holdover calibrate'):
+        omni.runner(DiffusersInside("FluxPipeline"), "holdover_plan", {"quality": "high"})
 
 
 def test_requests_generated_together_that_want_different_settings_hold_nothing(omni):

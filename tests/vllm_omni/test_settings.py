@@ -60,11 +60,12 @@ def test_its_defaults_and_ours_agree_where_both_have_a_setting(omni, method):
     [
         ("tea_cache", {"rel_l1_tresh": 0.3}, "Did you mean 'rel_l1_thresh'"),
         ("plan", {"buget": 9}, "Did you mean 'budget'"),
+        ("plan", {"quality": "hihg"}, "Did you mean 'high'"),
         ("plan", {"rel_l1_thresh": 0.3}, "'rel_l1_thresh' is a setting of 'tea_cache', not of 'plan'"),
         ("tea_cache", {"mag_threshold": 0.3}, "'mag_threshold' is a setting of 'mag_cache', not of 'tea_cache'"),
         ("mag_cache", {"sea_threshold": 0.5}, "MagCacheConfig has no setting 'sea_threshold'"),
         ("mag_cache", {"mag_threshold": -1}, "mag_threshold must be at least 0"),
-        ("plan", {"target": "psnr>40", "budget": 5}, "one of budget, target and schedule"),
+        ("plan", {"target": "psnr>40", "budget": 5}, "one of budget, target, quality and schedule"),
     ],
 )
 def test_what_a_method_does_not_have_is_an_error(configured, method, said, message):

@@ -69,7 +69,7 @@ class Settings:
         profile = None
         if isinstance(config, PlanConfig):
             profile = resolve_profile(wanted, diffusion_model)
-            if profile is None and (config.target is not None or config.predictor == "least_squares"):
+            if profile is None and (config.target or config.quality or config.predictor == "least_squares"):
                 raise ConfigError("A quality needs a profile: measure one with the Holdover Calibrate node.")
             if profile is None and wanted != NO_PROFILE and config.schedule is None:
                 raise ProfileError(

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..metrics import PSNR_CAP, each, psnr
 from ..plan.config import NO_PROFILE
 from ..profiles.files import SUFFIX
+from ..profiles.targets import QUALITY_TARGETS
 from ..selector import own_config
 from ..stats import COMPUTED_COLOR, HELD_COLOR, GenerationStats
 from .calibration import calibrate
@@ -35,7 +36,8 @@ def parse_settings(method: str, budget: str, quality: str, profile: str, setting
                 values[key] = float(text)
             except ValueError:
                 values[key] = {"true": True, "false": False}.get(text.lower(), text)
-    for name, text, key in (("budget", budget, "budget"), ("quality", quality, "target")):
+    aim = "quality" if quality.strip().isalpha() else "target"
+    for name, text, key in (("budget", budget, "budget"), ("quality", quality, aim)):
         if text.strip():
             if method != "plan":
                 raise ConfigError(f"{name} is a setting of plan; leave it empty for {method}.")
@@ -71,13 +73,13 @@ class Holdover:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        percent = {"min": 0.0, "max": 1.0, "step": 0.01}
+        percent, names = {"min": 0.0, "max": 1.0, "step": 0.01}, ", ".join(QUALITY_TARGETS)
         return {
             "required": {
                 "model": ("MODEL",),
                 "method": (list(METHODS), {"default": "easy_cache"}),
                 "budget": ("STRING", {"default": "", "tooltip": "plan: computed steps (8) or a speed-up (3x)"}),
-                "quality": ("STRING", {"default": "", "tooltip": "plan: psnr>=40, instead of a budget"}),
+                "quality": ("STRING", {"default": "", "tooltip": f"plan, instead of a budget: {names} or psnr>=40"}),
                 "start_percent": ("FLOAT", {"default": 0.0, **percent}),
                 "end_percent": ("FLOAT", {"default": 1.0, **percent}),
                 "profile": ("STRING", {"default": "", "tooltip": "from Holdover Calibrate: a name or a file; or none"}),
