@@ -155,7 +155,7 @@ pipe = tiny.build()
 settings = {
     "tea_cache": {"coefficients": [1.0, 0.0], "rel_l1_thresh": 10.0},
     "mag_cache": {"mag_ratios": [1.0] * 6},
-    "plan": {"schedule": [0, 3, 5], "predictor": "hold", "guard": False},
+    "plan": {"schedule": [0, 3, 5], "predictor": "hold"},
 }
 for method, values in settings.items():
     with holdover.enable(pipe, method, **values) as cache:

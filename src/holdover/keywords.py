@@ -129,8 +129,6 @@ class PlanKeywords(TypedDict, total=False):
     """How a held step is predicted (one of 'auto', 'hold', 'newton', 'least_squares'; default 'auto')."""
     quantity: Literal["output", "seam"]
     """What is held: the model's output, or residuals (one of 'output', 'seam'; default 'output')."""
-    guard: bool
-    """Compute more steps where a generation is harder than the measured ones (default True)."""
 
 
 class EasyCacheKeywords(TypedDict, total=False):
@@ -473,11 +471,6 @@ SETTINGS: dict[str, tuple[str, Mapping[str, SettingText]]] = {
                 "'output'",
                 "one of 'output', 'seam'",
                 "what is held: the model's output, or residuals",
-            ),
-            "guard": (
-                "True",
-                "",
-                "compute more steps where a generation is harder than the measured ones",
             ),
         },
     ),

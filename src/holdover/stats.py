@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,38 @@ class StepRecord:
         return type(self), (self.transformer, self.branch, self.step, self.computed, self.reason, measured)
 
 
+@dataclass(frozen=True)
+class ExpectedQuality:
+    """The PSNR in dB that each image of a generation is expected to have to its uncached image.
+
+    It was estimated from what the method saw on the way. `error` is the root-mean-square error of such estimates in dB,
+    and `rank_correlation` says how well they order images, both on `prompts` prompts that were not fitted to. Where the
+    PSNR cannot be told, `psnr` is empty and `reason` says why.
+    """
+
+    psnr: tuple[float, ...] = ()
+    error: float | None = None
+    rank_correlation: float | None = None
+    prompts: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        measured = ""
+        if self.error is not None:
+            measured = (
+                f"error {self.error:.1f} dB, rank correlation {self.rank_correlation:.2f}, {self.prompts} prompts"
+            )
+        if not self.psnr:
+            return f"expected PSNR unknown: {self.reason}{f' ({measured})' if measured else ''}"
+        return f"expected PSNR {', '.join(f'{value:.1f}' for value in self.psnr)} dB ({measured})"
+
+
 @dataclass
 class GenerationStats:
     """One generation. `forwards` has one record per forward; `steps` is None if the number of steps is unknown.
 
     `notes` are what the method says about this generation, such as where its plan comes from.
+    `estimate` returns the expected quality; None where the method has none.
     """
 
     method: str
@@ -50,6 +77,17 @@ class GenerationStats:
     peak_bytes: int = 0
     finished: bool = False
     notes: tuple[str, ...] = ()
+    estimate: Callable[[], ExpectedQuality] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickle has the expected quality, not the tensors from which it is estimated."""
+        known = None if self.expected is None else functools.partial(replace, self.expected)
+        return vars(self) | {"estimate": known}
+
+    @property
+    def expected(self) -> ExpectedQuality | None:
+        """The PSNR that the images are expected to have, or why it cannot be told; None for other methods than plan."""
+        return None if self.estimate is None else self.estimate()
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -102,6 +140,7 @@ class GenerationStats:
             "seconds_held": self.seconds(False),
             "peak_bytes": self.peak_bytes,
             "finished": self.finished,
+            "expected": None if self.expected is None else asdict(self.expected),
             "notes": list(self.notes),
             "decisions": [{name: getattr(f, name) for name in names} for f in self.forwards],
         }
@@ -113,6 +152,9 @@ class GenerationStats:
         for branch in self.branches:
             counts = f"{self.computed[branch]:3d} computed {self.held[branch]:3d} held"
             lines.append(f"  {branch:<{width}}  {counts}  {self.trace(branch)}")
+        expected = self.expected
+        if expected is not None and expected.psnr:
+            lines.append(f"  {expected}")
         lines.append(f"  {self.seconds(True):.2f} s in computed, {self.seconds(False):.2f} s in held forwards")
         return "\n".join(lines)
 

@@ -257,7 +257,7 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         ({"method": "spectrum", "profile": "x"}, ConfigError, "spectrum uses no profile"),
         ({"method": "easy_cache", "settings": "threshold"}, ConfigError, "Settings look like"),
         ({"method": "easy_cache", "settings": "treshold=1"}, ConfigError, "threshold"),
-        ({"method": "plan", "settings": "guard=true", "profile": "none"}, ConfigError, "guard has no effect"),
+        ({"method": "plan", "settings": "quantity=seam", "profile": "none"}, ConfigError, "quantity has no effect"),
         ({"method": "mag_cache", "settings": "hold_in=cpu"}, ConfigError, "hold_in has no effect"),
         ({"method": "mag_cache"}, ProfileError, "Holdover Calibrate"),
         ({"method": "plan"}, ProfileError, "Holdover Calibrate"),

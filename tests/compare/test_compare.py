@@ -164,7 +164,7 @@ class TestWarmUp:
         plain = prompted_flux()
         pipe = Unstoppable(**plain.components)
         pipe.default_sample_size = plain.default_sample_size
-        held = MethodCandidate("plan", (("schedule", (0, 4, 6)), ("predictor", "hold"), ("guard", False)), "held")
+        held = MethodCandidate("plan", (("schedule", (0, 4, 6)), ("predictor", "hold")), "held")
         row = compare(pipe, spec(held, warmup=2)).row("held")
         assert row.error is None
         assert row.computed_steps == 3

@@ -11,17 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import holdover
-from holdover.engine.parallel import Groups
 from holdover.errors import ConfigError, EnableError, UnsupportedModelError
 from holdover.models.registry import get_family
-from holdover.plan.method import Guard
 from holdover.selector import own_config
 from holdover.serve.model import ServedModel
 from holdover.serve.queue import ImageSpec
 from holdover.serve.settings import Settings
 from holdover.serve.tensor_parallel import Messages, SplitModel, follow, split_pipeline
 from holdover.serve.worker import CacheSwitch, CancelledGenerationError
-from plan.trajectories import falling, measurements_of, outputs
 from tiny.pipelines_image import WIDTH, noise
 from tiny.prompted import prompted_flux
 
@@ -272,20 +269,3 @@ def invalid_groups() -> list[str]:
             errors.append(str(error))
     holdover.enable(pipe, "none").disable()  # nothing was left on it
     return errors
-
-
-def guard_alarms() -> tuple[list[bool], list[bool]]:
-    """Outputs are smooth on one rank and noise on the other: the alarms of one guard per rank, and of a shared one."""
-    levels = falling(STEPS)
-    measured = measurements_of(levels, [outputs(levels, seed) for seed in (1, 2)])
-    smooth = torch.from_numpy(outputs(levels, 1))
-    seen = torch.stack([noise(*row.shape, seed=i) for i, row in enumerate(smooth)]) if dist.get_rank() else smooth
-    return _alarms(Guard(measured), seen), _alarms(Guard(measured, groups=Groups(cfg=dist.group.WORLD)), seen)
-
-
-def _alarms(guard: Guard, seen: torch.Tensor) -> list[bool]:
-    alarms = []
-    for step, output in enumerate(seen):
-        guard.observe(step, output[None])
-        alarms.append(guard.is_alarmed())
-    return alarms

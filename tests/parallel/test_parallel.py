@@ -85,13 +85,6 @@ def test_guidance_and_sequence_over_four_ranks(four: WorkerGroup) -> None:
             assert "h" in decisions[own], f"{method} held nothing"
 
 
-def test_the_guard_of_a_plan_raises_an_alarm_on_all_ranks_or_on_none(two: WorkerGroup) -> None:
-    (calm, both), (alarmed, same) = two.run("guard_alarms")
-    assert not any(calm)
-    assert any(alarmed)
-    assert both == same == alarmed
-
-
 # Sequence: tokens split over ranks by diffusers' context parallelism
 
 

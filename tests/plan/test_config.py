@@ -104,7 +104,7 @@ def test_budgets_in_steps(budget, steps, computed):
 
 
 def test_settings_are_json_values_and_back():
-    config = PlanConfig(schedule=[0, 3, 6], predictor="newton", guard=False)
+    config = PlanConfig(schedule=[0, 3, 6], predictor="newton")
     assert PlanConfig.from_dict(config.as_dict()) == config
     assert config.replaced(schedule=None, budget="4x").budget == "4x"
 

@@ -45,7 +45,7 @@ def test_plans_of_few_steps_are_tried_and_run(effort, steps, budgets, tmp_path):
     loaded = Profile.load(profile.save(tmp_path / "p.safetensors"))
     assert loaded.facts.options == profile.facts.options
     for budget in budgets:
-        with holdover.enable(pipeline(), "plan", profile=loaded, budget=budget, guard=False) as cache:
+        with holdover.enable(pipeline(), "plan", profile=loaded, budget=budget) as cache:
             pipeline()("yellow car", num_inference_steps=steps, output_type="pt")
             computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}
             assert len(computed) == budget
@@ -95,7 +95,7 @@ def test_a_moved_step_is_tried_on_all_generations_only_if_it_is_better_on_a_few(
 
 def test_options_of_the_profile_are_those_of_the_planner():
     profile = calibrated("quick", 8, 3).with_facts(options=PlannerOptions(first_steps=3))
-    with holdover.enable(pipeline(), "plan", profile=profile, budget=4, guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=profile, budget=4) as cache:
         generate()
         computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}
     assert {0, 1, 2} <= computed
@@ -105,7 +105,7 @@ def test_a_plan_may_use_more_past_outputs_than_four():
     profile = calibrated("quick", 8, 3).with_facts(options=PlannerOptions(depth=6))
     images = []
     for options in (PlannerOptions(depth=6), DEFAULT_OPTIONS):
-        with holdover.enable(pipeline(), "plan", profile=profile.with_facts(options=options), budget=7, guard=False):
+        with holdover.enable(pipeline(), "plan", profile=profile.with_facts(options=options), budget=7):
             images.append(generate())
     assert images[0].isfinite().all()
 

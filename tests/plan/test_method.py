@@ -83,7 +83,7 @@ def test_whoever_means_it_gets_the_safest_schedule_and_one_warning(flux):
     tiny, pipe, plain = flux
     with pytest.warns(holdover.HoldoverWarning, match="not measured on this FluxTransformer2DModel") as caught:
         cache = holdover.enable(pipe, "plan", profile="none")
-        with cache, cache.using(guard=False):
+        with cache:
             cautious = run(pipe, **tiny.call(steps=12))
             assert cache.stats().last.trace("cond") == "CCCCCCChChCC"
         with holdover.enable(pipe, "plan", profile="none", budget=4):
@@ -371,7 +371,7 @@ def test_the_timestep_is_changed_at_the_computed_steps_of_a_plan_that_has_factor
     handle = pipe.transformer.time_text_embed.register_forward_pre_hook(lambda _, args: seen.append(float(args[0])))
     try:
         images = {}
-        with holdover.enable(pipe, "plan", profile=profile.with_facts(schedules=(plan,)), guard=False) as cache:
+        with holdover.enable(pipe, "plan", profile=profile.with_facts(schedules=(plan,))) as cache:
             for name, settings in {
                 "plain": {"budget": 3},
                 "told": {"budget": 3, "profile": told},

@@ -47,7 +47,7 @@ def planned(profile, **call):
     """A planned generation."""
     tiny = PIPELINES[WAN]
     pipe = tiny.build()
-    with quiet(), holdover.enable(pipe, "plan", profile=profile, budget=5, guard=False):
+    with quiet(), holdover.enable(pipe, "plan", profile=profile, budget=5):
         return run(pipe, **tiny.call(steps=12, **call))
 
 

@@ -25,13 +25,13 @@ def test_polishing_does_not_change_what_is_certified():
     polished = holdover.polish(
         pipeline(), found.profile, len(found.certificate.computed), CALIBRATION, trials=1, iterations=2, progress=False
     )
-    with holdover.enable(pipeline(), "plan", profile=polished, target="psnr>=45", guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=polished, target="psnr>=45") as cache:
         after = generate()
         assert torch.equal(after, before) or "certified" not in str(cache.stats())
 
 
 def certified_image(profile):
-    with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=45", guard=False):
+    with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=45"):
         return generate()
 
 
@@ -44,10 +44,10 @@ def test_polishing_with_a_multistep_scheduler_is_never_worse_either():
     trials = Trials(Caller(pipe, STEPS, profile.facts.guidance), CALIBRATION)
     trials.generate_references()
     start = search_profile(profile).frontier[3].computed
-    before, _ = trials.run(profile, "psnr", start)
+    before = trials.run(profile, "psnr", start).values
     polished = holdover.polish(pipe, profile, 3, CALIBRATION, trials=20, iterations=2, progress=False)
     (schedule,) = polished.facts.schedules
-    after, _ = trials.run(polished, "psnr", schedule.computed)
+    after = trials.run(polished, "psnr", schedule.computed).values
     half = len(CALIBRATION) // 2  # the second half judges
     assert score(after[half:]) >= score(before[half:]) - 1e-6
 
@@ -58,12 +58,12 @@ def score(values):
 
 def mean_quality(profile, budget, prompts, seed):
     """The mean PSNR of a budget as `enable` would run it."""
-    with holdover.enable(pipeline(), "plan", profile=profile, budget=budget, guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=profile, budget=budget) as cache:
         generate()
         computed = {v.step for v in cache.stats().last.forwards if v.computed}
     trials = Trials(Caller(pipeline(), STEPS, profile.facts.guidance), prompts, seed, batch_size=2)
     trials.generate_references()
-    values, _ = trials.run(profile, "psnr", tuple(sorted(computed)))
+    values = trials.run(profile, "psnr", tuple(sorted(computed))).values
     return score(values)
 
 
@@ -124,7 +124,7 @@ class TestTwoExperts:
 
     def stats(self, profile: Profile, **settings):
         """The stats of one video under a plan."""
-        with holdover.enable(self.video(), "plan", profile=profile, guard=False, **settings) as cached:
+        with holdover.enable(self.video(), "plan", profile=profile, **settings) as cached:
             self.video()("a cat", num_inference_steps=self.STEPS, height=16, width=16, output_type="pt")
             return cached.stats()
 

@@ -14,7 +14,7 @@ from .tuned import HELD_BACK, SURE, generate, measured, pipeline, tuned
 
 def planned(profile: Profile, **wanted: str) -> tuple[tuple[int, ...], str]:
     """The computed steps of a generation, and what its notes say."""
-    with holdover.enable(pipeline(), "plan", profile=profile, guard=False, **wanted) as cache:
+    with holdover.enable(pipeline(), "plan", profile=profile, **wanted) as cache:
         generate()
         last = cache.stats().last
     assert last is not None
@@ -89,7 +89,7 @@ def test_ssim_needs_a_certificate() -> None:
 
 
 def test_a_generation_may_have_another_quality() -> None:
-    with holdover.enable(pipeline(), "plan", profile=measured(), quality="draft", guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=measured(), quality="draft") as cache:
         generate()
         with cache.using(quality="lossless"):
             generate()

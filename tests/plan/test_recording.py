@@ -97,7 +97,7 @@ def test_guidance_that_changes_from_step_to_step_is_planned_for():
     as_one = Profile(replace(facts, mix=(1.0,)), as_given, profile.growth, profile.seams)
     plain = run(pipe, **tiny.call(steps=12), use_dynamic_cfg=True)
     for name, used in (("by step", profile), ("as one", as_one)):
-        with quiet(), holdover.enable(pipe, "plan", profile=used, budget=7, guard=False):
+        with quiet(), holdover.enable(pipe, "plan", profile=used, budget=7):
             off[name] = (run(pipe, **tiny.call(steps=12), use_dynamic_cfg=True) - plain).norm()
     assert off["by step"] < 0.8 * off["as one"]
     with quiet(), holdover.enable(pipe, "plan", profile=profile, budget=5):

@@ -52,7 +52,7 @@ def replayed(name: str, euler: bool = False):
         latents = []
         told = {"callback_on_step_end": lambda pipe, step, timestep, values: latents.append(values["latents"]) or {}}
         planned = profile.with_facts(schedules=(plan,), options=replay.problem.options)
-        settings = {"profile": planned, "schedule": plan.computed, "guard": False}
+        settings = {"profile": planned, "schedule": plan.computed}
         with quiet(), holdover.enable(pipe, "plan", **settings) as cache:
             Caller.like(profile, pipe, told)([call], [0])
             computed = {forward.step for forward in cache.stats().last.forwards if forward.computed}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
 import holdover
 from holdover.plan.planner import search_profile
+from holdover.plan.search import neighbors
 from holdover.plan.tune import allowed_misses, fastest_passing, fewest_prompts, p_value
 from holdover.profiles import Profile
 
@@ -27,7 +31,7 @@ def test_a_certificate_is_stored_and_used():
     assert certificate.noise == measured().facts.noise
     assert certificate in found.profile.facts.certificates
     assert "4 prompts tried, 0 below" in str(found)
-    with holdover.enable(pipeline(), "plan", profile=found.profile, target="psnr>=45", guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=found.profile, target="psnr>=45") as cache:
         generate()
         generation = cache.stats().last
         assert "certified for psnr>=45" in str(cache.stats())
@@ -58,7 +62,7 @@ def test_a_target_that_nothing_meets_is_not_certified():
 
 def test_a_certificate_for_a_higher_target_holds_for_a_lower_one_and_not_the_other_way_round():
     profile = tuned("psnr>=45").profile
-    with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=41", guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=41") as cache:
         generate()
         assert "certified for psnr>=45" in str(cache.stats())
         with cache.using(target="psnr>=46"):
@@ -75,6 +79,32 @@ def test_a_certificate_is_for_the_plan_that_was_tried_only():
             assert "certified" not in str(cache.stats())
 
 
+def test_a_certified_plan_is_stored_with_its_weights():
+    """So it stays the plan that was tried, in later versions of the planner and on other processors."""
+    found = tuned("psnr>=45")
+    (stored,) = found.profile.facts.schedules
+    assert (stored.computed, stored.origin) == (found.certificate.computed, "certified")
+    assert stored.psnr == pytest.approx(np.mean([one for one in found.tried if one.passed][-1].values))
+    other_planner = replace(found.profile.facts.options, corrected_share=0.3)
+    for profile in (found.profile, found.profile.with_facts(options=other_planner)):
+        with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=45") as cache:
+            image = generate()
+            assert "certified for psnr>=45" in str(cache.stats())
+        with holdover.enable(pipeline(), "plan", profile=profile, budget=len(stored.computed)):
+            assert torch.equal(generate(), image)
+
+
+def test_a_plan_that_was_tried_before_is_the_candidate_of_its_budget():
+    profile, planned = measured(), tuned("psnr>=45").tried[0].computed
+    moved = next(iter(neighbors(planned, STEPS, (0,))))
+    weights = sorted(search_profile(profile).model.fit_weights(moved).items())
+    values = tuple(value for _, held in weights for value in held.values)
+    known = replace(tuned("psnr>=45").profile.facts.schedules[0], computed=moved, weights=values, origin="polished")
+    found = holdover.tune(pipeline(), profile.with_plan(known), HELD_BACK, "psnr>=45", batch_size=2, **SURE)
+    assert found.tried[0].computed == moved != planned
+    assert found.profile.facts.schedules[0] == known  # nothing better is known of its budget
+
+
 def test_ssim_needs_a_certificate_and_gets_one():
     with holdover.enable(pipeline(), "plan", profile=measured(), target="ssim>=0.99"):
         with pytest.raises(holdover.ConfigError, match=r"holdover\.tune"):
@@ -87,7 +117,7 @@ def test_ssim_needs_a_certificate_and_gets_one():
 
 
 def test_psnr_without_a_certificate_is_what_is_expected():
-    with holdover.enable(pipeline(), "plan", profile=measured(), target="psnr>=30", guard=False) as cache:
+    with holdover.enable(pipeline(), "plan", profile=measured(), target="psnr>=30") as cache:
         generate()
         few = cache.stats().last.computed_total
         with cache.using(target="psnr>=55"):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from holdover.grid import Grid
 from holdover.policies.base import (
-    ADDED,
     ALWAYS,
     BETWEEN,
     FIRST,
@@ -61,17 +60,6 @@ def test_a_schedule_is_kept_to_the_step(first: int, length: int, data: st.DataOb
     assert {first + i for i, decision in enumerate(decisions) if decision.compute} == computed
     assert decisions[0] is FIRST
     assert set(decisions[1:]) <= {SCHEDULED, BETWEEN}
-
-
-def test_a_step_added_while_it_runs_is_computed_and_says_so() -> None:
-    added: set[int] = set()
-    policy = Scheduled(frozenset({0, 4}), added)
-    state = policy.start()
-    made = [policy.decide(0, None, state), policy.decide(1, None, state)]
-    added.add(2)
-    made += [policy.decide(step, None, state) for step in (2, 3, 4)]
-    assert made == [FIRST, BETWEEN, ADDED, BETWEEN, SCHEDULED]
-    assert state.anchor == 4
 
 
 def test_a_scheduled_step_is_computed_where_nothing_is_held() -> None:

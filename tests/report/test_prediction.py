@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(pipe: Any, found: TuningResult, folder: Path) -> Results:
     found.profile.save(folder / "tiny.safetensors")
-    settings = {"profile": str(folder / "tiny.safetensors"), "guard": False}
+    settings = {"profile": str(folder / "tiny.safetensors")}
     plans = [MethodCandidate("plan", (("budget", k), *settings.items()), f"plan {k}", "plan") for k in (2, 4)]
     fewer = [FewerSteps(k, order) for order in (False, True) for k in (2, 4)]
     peers = [

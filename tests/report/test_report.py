@@ -201,7 +201,7 @@ class TestVideos:
     @pytest.fixture(scope="class")
     def clips(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
         folder = tmp_path_factory.mktemp("videos")
-        held = MethodCandidate("plan", (("schedule", (0, 2)), ("predictor", "hold"), ("guard", False)), "held")
+        held = MethodCandidate("plan", (("schedule", (0, 2)), ("predictor", "hold")), "held")
         spec = Comparison(("a cat runs",), (held,), steps=4, arguments=(("num_frames", 9),), fps=8)
         results = compare(prompted_wan(), spec, folder)
         return results, write_report(results, folder)

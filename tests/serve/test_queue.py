@@ -45,8 +45,7 @@ def test_a_batch_is_no_larger_than_allowed() -> None:
         (MAG, True),
         (own_config("tea_cache", {}), False),
         (own_config("cache_dit", {}), False),
-        (own_config("plan", {"guard": False}), True),
-        (own_config("plan", {"guard": True}), False),
+        (own_config("plan", {}), True),
     ],
 )
 def test_only_methods_that_do_not_look_at_the_data_share_a_batch(cache: Config, batched: bool) -> None:

@@ -130,8 +130,10 @@ def test_a_quality_selects_plan_where_there_is_a_profile() -> None:
     draft = own_config("plan", {"quality": "draft"})
     assert requested_cache({"quality": "draft"}, DEFAULT, 100) == draft
     assert requested_cache(None, DEFAULT, 100, "draft") == draft
-    with_profile = requested_cache({"guard": False}, PLANNED, 100, "draft")
-    assert with_profile == own_config("plan", {"quality": "draft", "guard": False, "profile": "mine.safetensors"})
+    with_profile = requested_cache({"predictor": "newton"}, PLANNED, 100, "draft")
+    assert with_profile == own_config(
+        "plan", {"quality": "draft", "predictor": "newton", "profile": "mine.safetensors"}
+    )
     shipped, unmeasured = replace(FLUX, has_profile=True), own_config("plan", {"profile": "none"})
     for model, default, used in (
         (FLUX, NONE, False),

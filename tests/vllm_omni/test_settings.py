@@ -14,7 +14,7 @@ from holdover.vllm_omni import config_for, method_names
 from holdover.vllm_omni.backend import request_settings
 
 SAID = {
-    "plan": {"budget": "4x", "predictor": "newton", "guard": False},
+    "plan": {"budget": "4x", "predictor": "newton"},
     "tea_cache": {"rel_l1_thresh": 0.3, "signal": "e0", "hold_in": "cpu"},
     "mag_cache": {"mag_threshold": 0.1, "mag_ratios": [1.0, 0.9], "interpolation": "nearest"},
     "cache_dit": {"Fn_compute_blocks": 2, "residual_diff_threshold": 0.1},

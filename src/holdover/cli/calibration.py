@@ -161,6 +161,9 @@ def tune(
     found.profile.save(out)
     prediction = Prediction.of(found, found.target)
     _print_trials(prediction)
+    best = next((one for one in found.tried if found.certificate and one.computed == found.certificate.computed), None)
+    if best is not None and best.estimate is not None:
+        print_line(best.estimate)
     if folder is not None:
         spec = build_frontier_comparison(Profile.load(out), out, chosen[:report_prompts], batch_size)
         arguments = dict(measured.facts.call) | model.arguments

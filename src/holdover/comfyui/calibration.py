@@ -75,7 +75,7 @@ def calibrate(
             response = PlanProblem(spec, measurements, preconditioning=mix.preconditioning).response
             steps = len(spec.noise)
             schedule = growing(steps, min(steps, max(3, steps // _PROBE_INTERVAL)))
-            config = PlanConfig(profile=NO_PROFILE, schedule=schedule, predictor="newton", guard=False)
+            config = PlanConfig(profile=NO_PROFILE, schedule=schedule, predictor="newton")
             probe, probed = _run(ModelCache(Settings(config), record=record), model, sample, seed)
             assert probe.plan is not None
             run = cast(Probe, _ProbeRun(probe.plan.computed, record))

@@ -30,7 +30,6 @@ METHODS: dict[str, type[Config]] = {
 }
 # settings of these methods that concern diffusers or another quantity, with the value that they have here
 _NOT_USED: dict[str, Any] = {
-    "guard": False,
     "quantity": "output",
     "hold_in": "device",
     "mag_ratios": None,

@@ -24,7 +24,7 @@ _CELL, _GAP = 12, 2  # pixels of a step in the strip
 
 def parse_settings(method: str, budget: str, quality: str, profile: str, settings: str) -> dict[str, Any]:
     """The settings of a method from the texts of the node; empty texts mean the method's own defaults."""
-    values: dict[str, Any] = {"guard": False} if method == "plan" else {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in settings.replace("\n", ",").split(","))):
         key, found, text = (piece.strip() for piece in part.partition("="))
         if not found or not key or not text:

@@ -146,7 +146,7 @@ def build_frontier_comparison(
         candidates.append(MethodCandidate(name, tuple(settings.items()), f"{series} {label}", series))
 
     for budget in budgets:
-        add("plan", "plan", f"{budget}", budget=budget, guard=False, profile=str(path))
+        add("plan", "plan", f"{budget}", budget=budget, profile=str(path))
     for threshold in _scale(_TEA_CACHE, steps):
         add("tea_cache", "tea_cache", f"{threshold:g}", rel_l1_thresh=threshold, profile=str(path))
     for threshold, hold, retention in _mag_cache_settings(steps):
@@ -160,7 +160,7 @@ def build_frontier_comparison(
     candidates += _diffusers_caches(profile)
     for budget in budgets:
         schedule = uniform(steps, budget)
-        add("plan", "hold, uniform", f"{budget}", schedule=schedule, predictor="hold", guard=False)
+        add("plan", "hold, uniform", f"{budget}", schedule=schedule, predictor="hold")
     candidates += [FewerSteps(budget, order) for order in (False, True) for budget in budgets]
     options: dict[str, Any] = {"steps": steps, "guidance": facts.guidance, "batch_size": batch_size}
     return Comparison(tuple(prompts), tuple(candidates), **options, baselines=False)

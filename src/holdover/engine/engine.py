@@ -333,7 +333,7 @@ class Engine:
                     transformer.groups = groups
                     transformer.paths.clear()
             self._generation = Generation(self.method)
-            self._generation.method.on_start()
+            self._generation.method.on_start(self._generation.stats)
             self._ledger.open(self._generation.stats)
 
     def _on_scheduler_step(self, step: SchedulerStep) -> None:

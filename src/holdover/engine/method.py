@@ -13,6 +13,7 @@ from ..grid import Grid
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Policy
 from ..predictors import Predictor
+from ..stats import GenerationStats
 from .blocks import BlockPasses, BlockRunner
 from .clock import SchedulerStep
 from .output import ExtractorRunner
@@ -93,8 +94,8 @@ class Method(ABC, Generic[ConfigT]):
         """Keep a signal, and start to read its change since the last reading of this branch."""
         return SignalReading(value, state.signal, groups)
 
-    def on_start(self) -> None:
-        """A generation starts."""
+    def on_start(self, stats: GenerationStats) -> None:
+        """A generation starts, of which these are the statistics."""
 
     def observe(self, computed: ComputedForward) -> None:
         """Called after each computed forward when `observes` is true."""

@@ -70,11 +70,6 @@ class AsyncScalar:
             self._host, self._copied = value, None
 
     @property
-    def immediate(self) -> bool:
-        """Whether reading never waits, because the value is in host memory."""
-        return self._copied is None
-
-    @property
     def ready(self) -> bool:
         """Whether reading it now does not wait."""
         return self._copied is None or bool(self._copied.query())

@@ -22,6 +22,7 @@ from ..grid import Grid
 from ..models.registry import Arguments, Signal
 from ..policies.sea_cache import UNSCALED, SeaCachePolicy
 from ..predictors import Predictor, Taylor
+from ..stats import GenerationStats
 
 _LEAST = 1e-6  # of signal and of noise
 
@@ -106,7 +107,7 @@ class SeaCacheMethod(Method[SeaCacheConfig]):
         self._signals[transformer] = Signal("filtered latents", of_input=partial(self._filter_latents, transformer))
         return ()
 
-    def on_start(self) -> None:
+    def on_start(self, stats: GenerationStats) -> None:
         self._grids.clear()
         scheduler = getattr(self._pipeline, "scheduler", None)
         kept = getattr(scheduler, "alphas_cumprod", None)

@@ -6,8 +6,8 @@ uncached generations, are enough to compute the best schedule and the best weigh
 Prior work: schedules by dynamic programming (DPCache, arXiv:2602.22654), fitted linear weights for each step (L2P,
 2604.26365), path search under a budget (LeMiCa 2511.00090, MeanCache 2601.19961, BudCache 2606.13496), learned linear
 solvers (bespoke non-stationary solvers, 2403.01329), forecasts over all computed steps (Spectrum, 2603.01623). Not
-found in them: fitting along the trajectory that the plan really takes, weights for each guidance branch, certificates,
-and the guard.
+found in them: fitting along the trajectory that the plan really takes, weights for each guidance branch, and
+certificates.
 """
 
 from .config import PlanConfig

@@ -58,11 +58,10 @@ class PlanConfig(Config):
         "auto", choices=("auto", "hold", "newton", "least_squares"), doc="how a held step is predicted"
     )
     quantity: str = setting("output", choices=("output", "seam"), doc="what is held: the model's output, or residuals")
-    guard: bool = setting(True, doc="compute more steps where a generation is harder than the measured ones")
 
     @property
     def batchable(self) -> bool:
-        return not self.guard
+        return True
 
     def __post_init__(self) -> None:
         super().__post_init__()

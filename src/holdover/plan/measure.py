@@ -53,8 +53,9 @@ from .calls import (
 )
 from .config import PlanConfig, steps_for
 from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
+from .estimate import OutputMonitor, OutputTable
 from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
-from .method import Guard, PlanMethod
+from .method import PlanMethod
 from .planner import PlanProblem
 from .polish import expected_generations, improve
 from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
@@ -219,8 +220,8 @@ class Probe(PlanMethod):
     def __init__(self, record: TrajectoryRecord, measurements: Measurements) -> None:
         steps = measurements.steps
         schedule = growing(steps, min(steps, max(3, steps // _PROBE_INTERVAL)))
-        super().__init__(PlanConfig(schedule=schedule, predictor="newton", guard=False))
-        self.guard = Guard(measurements)
+        super().__init__(PlanConfig(schedule=schedule, predictor="newton"))
+        self.outputs = OutputMonitor(OutputTable(measurements, np.zeros(steps), ((0, steps - 1),)))
         self.computed: tuple[int, ...] = ()
         self.record = record
 
@@ -232,12 +233,12 @@ class Probe(PlanMethod):
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
         self.record.add_step(stepped)
         if stepped.step in self.computed:
-            self.guard.observe(stepped.step, model_output(stepped, self.record.preconditioning))
+            self.outputs.observe(stepped.step, model_output(stepped, self.record.preconditioning), computed=True)
 
     def on_end(self) -> None:
         super().on_end()
         self.record.finish()
-        self.guard.is_alarmed()
+        self.outputs.close()
 
 
 def error_growth(reference: TrajectoryRecord, probe: Probe, model: ErrorModel, spec: GenerationSpec) -> Array:
@@ -262,7 +263,7 @@ class _CalibrationSession:
         self._growth: list[Array] = []
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
-        self._guard_ratios: list[float] = []
+        self._forecast_ratios: list[float] = []
 
     def measure(self, batch: Batch, bar: Any) -> None:
         """One uncached run and one probe of the same images."""
@@ -293,7 +294,7 @@ class _CalibrationSession:
             quality = each(psnr, probe_images, images).double().cpu().numpy()
             offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
             self._psnr_offsets += offsets[np.isfinite(offsets)].tolist()
-        self._guard_ratios += probe.guard.ratios
+        self._forecast_ratios += probe.outputs.ratios
         self._mixes.append(mix)
 
     def _announce(self, bar: Any, latent: torch.Tensor) -> None:
@@ -346,7 +347,7 @@ class _CalibrationSession:
         """All measurements with their provenance."""
         assert self._spec is not None
         pipe, caller, spec, mix = self._caller.pipe, self._caller, self._spec, merge_runs(self._mixes)
-        preconditioning, guard_ratios = mix.preconditioning, self._guard_ratios
+        preconditioning, ratios = mix.preconditioning, self._forecast_ratios
         transformers = [transformer for transformer in self._engine.transformers if transformer.name in self._ratios]
         tea_cache: list[tuple[str, TeaCacheProfile]] = []
         for transformer in transformers:
@@ -374,7 +375,7 @@ class _CalibrationSession:
             call=_plain_settings(caller),
             starts=tuple(first for first, _ in spec.ranges),
             psnr_offset=float(np.mean(self._psnr_offsets)) if self._psnr_offsets else None,
-            surprise=(median(guard_ratios), max(guard_ratios)) if guard_ratios else (),
+            surprise=(median(ratios), max(ratios)) if ratios else (),
             tea_cache=tuple(tea_cache),
             mag_cache=tuple((name, ratios) for name, ratios in mag_cache.items() if ratios is not None),
             guider=spec.guider,

@@ -1,28 +1,19 @@
-"""The planned cache at run time: a fixed schedule, weights from a plan, and a guard that may add computed steps.
+"""The planned cache at run time: a fixed schedule, and weights from a plan.
 
 Before the first step of a generation, `PlanMethod` looks up or makes the plan for this kind of generation. After that
-nothing is decided: the policy is a table of computed steps, and the predictor a table of weights.
-
-The guard notices a generation that is harder to predict than those the plan was made on. At each computed step t the
-output is also predicted from the computed steps before it. The *ratio* of the step is the relative squared error of
-that prediction, |v_t - sum_j w_j v_j|^2 / |v_t|^2, divided by the largest relative error in the measured generations.
-Calibration records how large ratios usually are in a generation with held steps.
+nothing is decided: the policy is a table of computed steps, and the predictor a table of weights. The outputs are
+watched (estimate.py), to tell afterwards what quality to expect and whether these are the weights that were measured.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import dropwhile, takewhile
-from math import isfinite
-from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from ..engine.backend import EngineBackend
@@ -30,8 +21,6 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
-from ..engine.parallel import SINGLE_PROCESS, Groups, largest_on_device
-from ..engine.signals import AsyncScalar
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning, ProfileError
 from ..grid import Grid
@@ -39,61 +28,14 @@ from ..policies.base import Scheduled
 from ..predictors import Newton
 from ..profiles import Profile
 from ..profiles.profile import display_name
+from ..stats import GenerationStats
 from .config import NO_PROFILE, PlanConfig
-from .error_model import DEPTH, Measurements, Weights, fit_output, prediction_error
+from .error_model import DEPTH, Weights
+from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
 from .planner import Plan, Planner, PlanProblem, plan_problem
 
-HARD_FACTOR = 2.0  # times the largest ratio in the calibration: compute one more step
-MISMATCH_FACTOR = 8.0  # times its median ratio, over a whole generation: the model is not the one that was measured
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
-
-
-class Guard:
-    """Watches the outputs of one generation; `usual` is the median and the largest ratio in the calibration.
-
-    Ratios are read one step later. Over several ranks all read the largest, at the same step.
-    """
-
-    def __init__(
-        self, measurements: Measurements, usual: tuple[float, float] = (1.0, 1.0), groups: Groups = SINGLE_PROCESS
-    ) -> None:
-        self._measurements, self._usual, self._groups = measurements, usual, groups
-        self._outputs: deque[tuple[int, torch.Tensor]] = deque(maxlen=DEPTH)
-        self._pending: deque[AsyncScalar] = deque()
-        self._postponed = 0
-        self.ratios: list[float] = []
-
-    def observe(self, step: int, output: torch.Tensor) -> None:
-        """Compare the output of a computed step with its prediction from the computed steps before it."""
-        if len(self._outputs) > 1:
-            measured = self._measurements
-            weights = fit_output([s for s, _ in self._outputs], step, measured.mean_gram)
-            error = output.float()
-            for weight, (_, earlier) in zip(weights.values, self._outputs, strict=True):
-                error = error.sub(earlier, alpha=weight)
-            size = output.float().flatten(1).square().sum(1).clamp_min(1e-12)
-            relative = (error.flatten(1).square().sum(1) / size).max()  # of the worst image in the batch
-            known = measured.squared_norm(prediction_error(weights, step, measured.steps))
-            largest = float((known / np.maximum(measured.grams[:, step, step], 1e-12)).max())
-            self._pending.append(AsyncScalar(largest_on_device(self._groups, relative / max(1e-12, largest))))
-        self._outputs.append((step, output))
-
-    def is_alarmed(self) -> bool:
-        """Read the ratios that have arrived (over ranks, those before this step); True if one is far above usual."""
-        if not self._groups.all or all(ratio.immediate for ratio in self._pending):
-            due = sum(1 for _ in takewhile(lambda ratio: ratio.ready, self._pending))
-        else:
-            due, self._postponed = self._postponed, len(self._pending) - self._postponed
-        arrived = [self._pending.popleft().read() for _ in range(due)]
-        self.ratios += arrived
-        return any(not isfinite(ratio) or ratio > HARD_FACTOR * self._usual[1] for ratio in arrived)
-
-    def mismatch(self) -> float | None:
-        """How many times the usual the median ratio of the generation is, if no hard prompt can explain it."""
-        self.is_alarmed()
-        factor = median(self.ratios) / self._usual[0] if len(self.ratios) > 2 else 0.0
-        return factor if factor > MISMATCH_FACTOR else None
 
 
 @dataclass(frozen=True)
@@ -123,12 +65,10 @@ class PlanMemory:
 
 @dataclass
 class _GenerationState:
-    """The running generation: its plan, the steps that the guard added, and the branches seen."""
+    """The running generation: its plan, and the branches seen."""
 
     problem: PlanProblem
     plan: Plan
-    guard: Guard | None = None
-    added: set[int] = field(default_factory=set)
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
 
@@ -139,6 +79,7 @@ class PlanMethod(Method[PlanConfig]):
     name = "plan"
     needs_steps = True
     uses_profile = True  # False: plans are made without a profile, even if one ships for this model
+    looks_back = False  # True: held steps are watched even where nothing is estimated from them
 
     def __init__(self, config: PlanConfig, memory: PlanMemory | None = None) -> None:
         super().__init__(config)
@@ -148,13 +89,15 @@ class PlanMethod(Method[PlanConfig]):
         self._profile: Profile | None = None
         self._planner = Planner(config, None)
         self._plans: RecentDict[PlanProblem, Plan] = RecentDict(_CACHED_KINDS)
-        self._weights: RecentDict[tuple[PlanProblem, tuple[int, ...]], dict[int, Weights]] = RecentDict(_CACHED_KINDS)
+        self._merged_plans: RecentDict[PlanProblem, Plan] = RecentDict(_CACHED_KINDS)
         self._state: _GenerationState | None = None
+        self._stats: GenerationStats | None = None
+        self.monitor: OutputMonitor | None = None  # of the generation that runs or ran last
         self._warned = False
 
     @property
     def follows(self) -> bool:  # type: ignore[override]
-        return self.config.guard and self._profile is not None
+        return self._profile is not None
 
     @property
     def least_steps(self) -> int:  # type: ignore[override]
@@ -162,9 +105,9 @@ class PlanMethod(Method[PlanConfig]):
         return 0 if measured else Method.least_steps
 
     @property
-    def digest(self) -> str:
-        """A hash of the weights of the plan that was made last."""
-        return next(reversed(self._plans.values())).digest if self._plans else ""
+    def plan(self) -> Plan | None:
+        """The plan that was made last."""
+        return next(reversed(self._plans.values()), None)
 
     @property
     def generation_notes(self) -> tuple[str, ...]:
@@ -217,12 +160,12 @@ class PlanMethod(Method[PlanConfig]):
                 stacklevel=8,  # the caller of holdover.enable
             )
 
-    def on_start(self) -> None:
-        self._state = None
+    def on_start(self, stats: GenerationStats) -> None:
+        self._state, self._stats, self.monitor = None, stats, None
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
         state = self._current_state(grid)
-        return Scheduled(frozenset(state.plan.computed), state.added)
+        return Scheduled(frozenset(state.plan.computed))
 
     def predictor(self, transformer: CachedTransformer, branch: str, grid: Grid) -> PlanPredictor:
         state = self._current_state(grid)
@@ -258,54 +201,43 @@ class PlanMethod(Method[PlanConfig]):
         measured = set(state.problem.branches)
         count = len(state.branches) * self._transformers[0].groups.cfg_rank[1]
         if measured and (not state.branches <= measured or count != len(measured)):
-            state.problem = state.problem.merged
-            self._replan(state, state.plan.computed)
-
-    def _replan(self, state: _GenerationState, computed: tuple[int, ...]) -> None:
-        """Continue with another schedule and its weights."""
-        weights = self._weights.get((state.problem, computed))
-        if weights is None:
-            weights = self._weights[state.problem, computed] = self._planner.weights(state.problem, computed)
-        factors = self._planner.timestep_factors(state.problem, computed)
-        state.plan = replace(state.plan, computed=computed, weights=weights, timestep_factors=factors)
+            merged = state.problem.merged
+            if merged not in self._merged_plans:
+                weights = self._planner.weights(merged, state.plan.computed)
+                factors = self._planner.timestep_factors(merged, state.plan.computed)
+                self._merged_plans[merged] = replace(state.plan, weights=weights, timestep_factors=factors)
+            state.problem, state.plan = merged, self._merged_plans[merged]
 
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
-        """Show the guard the output of a computed step; if it is alarmed, add a computed step."""
+        """Show the monitor what the scheduler got."""
         state = self._state
         if state is None or not isinstance(stepped.output, torch.Tensor):
             return
         if not state.branches_known:
             self._check_branches(state)
-        state.guard = state.guard or self._make_guard(state.problem)
-        if state.guard is None:
-            return
-        if stepped.step in state.plan.computed:
-            state.guard.observe(stepped.step, model_output(stepped, state.problem.preconditioning))
-        if state.guard.is_alarmed():
-            self._add_step(state, stepped.step)
+        if self.monitor is None:
+            self._start_monitor(state)
+        computed = stepped.step in state.plan.computed
+        if self.monitor is not None and (computed or self.monitor.looks_back):
+            self.monitor.observe(stepped.step, model_output(stepped, state.problem.preconditioning), computed)
 
-    def _make_guard(self, problem: PlanProblem) -> Guard | None:
-        """A guard for one generation; None without measured ratios, or on a finer grid than was measured."""
-        facts, measurements = None if self._profile is None else self._profile.facts, problem.measurements
-        if facts is None or measurements is None or not facts.surprise or measurements.steps > len(facts.noise):
-            return None
-        usual, largest = facts.surprise
-        return Guard(measurements.merged, (usual, largest), self._transformers[0].groups)
-
-    def _add_step(self, state: _GenerationState, step: int) -> None:
-        """Compute one more step, in the middle of the next gap; a plan grows by a quarter at most."""
-        computed = state.plan.computed
-        if len(state.added) >= max(1, (len(computed) - len(state.added)) // 4):
-            return
-        later = dropwhile(computed.__contains__, range(step + 1, state.problem.spec.last + 1))
-        gap = list(takewhile(lambda held: held not in computed, later))
-        if gap:
-            state.added.add(gap[len(gap) // 2])
-            self._replan(state, tuple(sorted({*computed, *state.added})))
+    def _start_monitor(self, state: _GenerationState) -> None:
+        """Watch the outputs, if there are measurements to compare them with; look back where a use of it is known."""
+        table = state.problem.output_table
+        if table is not None and self._profile is not None:
+            estimated = any(state.plan.digest == one.plan for one in self._profile.facts.estimates)
+            self.monitor = OutputMonitor(table, state.plan.digest, self.looks_back or estimated)
 
     def on_end(self) -> None:
-        state, self._state = self._state, None
-        factor = None if state is None or state.guard is None else state.guard.mismatch()
+        state, self._state, monitor = self._state, None, self.monitor
+        if state is None or monitor is None or self._profile is None:
+            return
+        monitor.close()
+        facts = self._profile.facts
+        if self._stats is not None:
+            self._stats.estimate = partial(monitor.expected_quality, facts.estimates)
+        measured = facts.surprise and state.problem.spec.length <= len(facts.noise)  # not on a finer grid
+        factor = monitor.mismatch(facts.surprise[0]) if measured else None
         if factor is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -345,9 +277,3 @@ class PlanBackend(EngineBackend[PlanConfig]):
     def make_method(self, settings: PlanConfig) -> PlanMethod:
         kind = ResidualPlanMethod if settings.quantity == "seam" else PlanMethod
         return kind(settings, self._memory)
-
-    def plan_digest(self) -> str:
-        """A hash of the plan of the last generation."""
-        method = self._require_engine().method
-        assert isinstance(method, PlanMethod)
-        return method.digest

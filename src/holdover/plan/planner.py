@@ -21,6 +21,7 @@ from ..profiles import Certificate, MeasuredPlan, PlannerOptions, Profile
 from ..profiles.targets import Target
 from .config import DEFAULT_BUDGET, PlanConfig, steps_for
 from .error_model import DEFAULT_OPTIONS, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
+from .estimate import OutputTable
 from .generation import GenerationSpec, Preconditioning, euler_response
 from .search import CandidateSchedule, ScheduleSearch, cautious, growing
 
@@ -39,7 +40,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     timestep_factors: Mapping[int, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of the weights and factors, rounded to six digits."""
         return digest_weights(self.weights, self.timestep_factors)
@@ -79,6 +80,13 @@ class PlanProblem:
         if self.measurements is None:
             return None
         return ScheduleSearch(ErrorModel(self.measurements, self.response, self.spec.ranges, self.options))
+
+    @cached_property
+    def output_table(self) -> OutputTable | None:
+        """The weights with which the outputs of a generation are compared; None without a profile."""
+        if self.measurements is None:
+            return None
+        return OutputTable(self.measurements, self.response[-1], self.spec.ranges)
 
     @cached_property
     def merged(self) -> PlanProblem:
@@ -204,10 +212,12 @@ class Planner:
             steps = cautious(spec.length) if config.budget is None else growing(spec.length, budget)
             origin = "single late steps held" if config.budget is None else "growing window"
             return CandidateSchedule(tuple(sorted(starts | {first + s for s in steps})), f"{origin}, nothing measured")
-        tried = next((s for s in self._tried_schedules(problem) if len(s.computed) == budget), None)
-        if tried is not None and self.fits_weights:
-            return search.evaluate(tried.computed, tried.origin)
-        return search.frontier[max(budget, len(spec.ranges))]
+        return self._candidates(problem, search)[max(budget, len(spec.ranges))]
+
+    def _candidates(self, problem: PlanProblem, search: ScheduleSearch) -> dict[int, CandidateSchedule]:
+        """The schedule of each number of computed steps: one that was tried on the model, else the planned one."""
+        tried = self._tried_schedules(problem) if self.fits_weights else ()
+        return search.frontier | {len(s.computed): search.evaluate(s.computed, s.origin) for s in tried}
 
     def _choose_for_target(self, target: Target, problem: PlanProblem) -> CandidateSchedule:
         """The fastest schedule certified for a target under these conditions, else the fastest expected to meet it."""
@@ -237,7 +247,8 @@ class Planner:
             raise ConfigError(
                 f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, {setting}) first."
             )
-        expected = next(c for c in problem.search.frontier.values() if c.psnr(offset) >= target.least)
+        candidates = self._candidates(problem, problem.search).values()
+        expected = next(c for c in candidates if c.psnr(offset) >= target.least)
         if quality is None:
             return expected
         origin = f"{named}expected, not certified; holdover.tune(pipe, profile, {setting}) certifies it"

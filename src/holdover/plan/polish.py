@@ -31,6 +31,7 @@ from ..profiles.files import decode, encode, parse_json, write_file
 from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
+from .estimate import with_estimate
 from .planner import search_profile, stored_factors, stored_weights
 from .replay import UNCHANGED, Factors, RecordedBatch, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
@@ -127,17 +128,19 @@ def improve(
         checks = Trials(caller, chosen[half:], seed + half, batch_size, references)
         for count in counts:
             best, own = search.best_plan(count, options, thorough, iterations), search.own_plan(count, frontier[count])
+            told, told_of_own = None, None
             if len(references) == len(judge.batches):  # judged by the images of the pipeline itself
-                ours, theirs = (
-                    checks.run(_with_schedule(profile, plan), "psnr", plan.computed)[0] for plan in (best, own)
-                )
+                tried, tried_own = (checks.run(profile.with_plan(plan), "psnr", plan.computed) for plan in (best, own))
+                ours, theirs, told, told_of_own = tried.values, tried_own.values, tried.estimate, tried_own.estimate
                 best = replace(best, psnr=min(fmean(ours), PSNR_CAP))
             else:
                 ours, theirs = (search.quality(plan) for plan in (best, own))
             if score(ours) > score(theirs):
-                improved = _with_schedule(improved, best)
-            elif options != profile.facts.options:  # which would change this plan
-                improved = _with_schedule(improved, own)
+                improved = with_estimate(improved.with_plan(best), told)
+                continue
+            if options != profile.facts.options:  # which would change this plan
+                improved = improved.with_plan(own)
+            improved = with_estimate(improved, told_of_own)
     runs = (("generations", round(fitted.runs + judge.runs, 1)), ("seconds", round(time.perf_counter() - begin, 1)))
     return improved.with_facts(options=options, cost=runs)
 
@@ -263,7 +266,7 @@ class _TrialSearch:
     def own_plan(self, count: int, planned: CandidateSchedule) -> MeasuredPlan:
         """The profile's own plan of a budget: one that was tried before, else the one that it computes."""
         facts, problem = self._profile.facts, self._fitted.problem
-        known = next((p for p in facts.schedules if _same_budget(p, count, self._profile)), None)
+        known = next((p for p in facts.schedules if (len(p.computed), p.noise) == (count, facts.noise)), None)
         if known is not None:
             return known
         assert problem.search is not None
@@ -358,17 +361,6 @@ class _TrialSearch:
 
 def _name(candidate: Candidate) -> str:
     return json.dumps([candidate[0], {name: asdict(candidate[1])[name] for name in _OF_WEIGHTS}])
-
-
-def _same_budget(plan: MeasuredPlan, count: int, profile: Profile) -> bool:
-    return (len(plan.computed), plan.noise) == (count, profile.facts.noise)
-
-
-def _with_schedule(profile: Profile, plan: MeasuredPlan) -> Profile:
-    """The profile with one more plan, in place of an older one of the same budget."""
-    known = profile.facts.schedules
-    others = [other for other in known if not _same_budget(other, len(plan.computed), profile)]
-    return profile.with_facts(schedules=(*others, plan))
 
 
 def score(values: Sequence[float]) -> float:

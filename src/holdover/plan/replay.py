@@ -193,7 +193,7 @@ class Replay:
         if len(computed) == steps:
             return
         plain = profile.with_facts(schedules=(), options=self.problem.options)
-        method = _FinalLatent(PlanConfig(profile=plain, schedule=computed, guard=False))
+        method = _FinalLatent(PlanConfig(profile=plain, schedule=computed))
         with installed_engine(caller.pipe, method):
             caller(*batch)
         self.runs += len(batch[0]) * len(computed) / steps

@@ -16,21 +16,34 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
 from ..engine.backend import find_transformers
 from ..errors import ConfigError, HoldoverError
-from ..metrics import each
-from ..profiles import Certificate, Profile
+from ..metrics import PSNR_CAP, each, psnr
+from ..profiles import Certificate, MeasuredPlan, Profile, ProfileFacts, QualityEstimate
 from ..profiles.targets import Target
-from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_prompts, make_batches
+from .calls import (
+    GENERATIONS,
+    Caller,
+    Prompt,
+    as_prompts,
+    built_in_prompts,
+    hash_prompts,
+    installed_engine,
+    make_batches,
+)
 from .config import METRICS, PlanConfig
+from .error_model import Array
+from .estimate import fit_estimate, with_estimate
 from .generation import adapters
-from .method import PlanBackend
-from .planner import search_profile
+from .method import PlanMethod
+from .planner import Plan, search_profile
 from .search import CandidateSchedule
 
 T = TypeVar("T")
@@ -69,33 +82,56 @@ class Trials:
         computed: tuple[int, ...],
         progress: Callable[[], Any] = lambda: None,
         stop: Callable[[list[float]], bool] = lambda values: False,
-    ) -> tuple[list[float], str]:
-        """The quality of each image under a schedule, and the digest of the plan; ends early when `stop` is true."""
-        backend = PlanBackend(PlanConfig(profile=profile, schedule=computed, guard=False))
-        backend.enable(self._caller.pipe)
-        values: list[float] = []
-        try:
+    ) -> TrialRun:
+        """Run a schedule on the prompts; ends early when `stop` is true of the qualities so far."""
+        method = _WatchedPlan(PlanConfig(profile=profile, schedule=computed))
+        values, kept, features, plan = list[float](), list[float](), list[Array](), ""
+        with installed_engine(self._caller.pipe, method):
             for batch, reference in zip(self.batches, self._references, strict=True):
                 images = self._caller(*batch)
                 assert images is not None
-                values += each(METRICS[metric], images.cpu(), reference).tolist()
+                images = images.cpu()
+                values += each(METRICS[metric], images, reference).tolist()
+                kept += each(psnr, images, reference).tolist()
+                if method.monitor is not None:
+                    features.append(method.monitor.features())
+                    plan = method.monitor.plan
                 progress()
                 if stop(values):
                     break
-            return values, backend.plan_digest()
-        finally:
-            backend.disable()
+        estimate = fit_estimate(plan, np.concatenate(features), kept) if features else None
+        assert method.plan is not None
+        return TrialRun(values, min(fmean(kept), PSNR_CAP), method.plan, estimate)
+
+
+class _WatchedPlan(PlanMethod):
+    """Watches held steps too, for an estimate of the quality."""
+
+    looks_back = True
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A schedule on the prompts: the quality of each image, their mean PSNR, the plan, and how to tell the PSNR."""
+
+    values: list[float]
+    psnr: float
+    plan: Plan
+    estimate: QualityEstimate | None
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """One candidate schedule that was tried: its expected and its measured quality, and the digest of its plan."""
+    """One candidate schedule that was tried: its expected and its measured quality.
+
+    `estimate` says how the PSNR of an image can be told afterwards; None for few prompts.
+    """
 
     computed: tuple[int, ...]
     expected: float | None
     values: tuple[float, ...]
     passed: bool
-    plan: str
+    estimate: QualityEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +168,7 @@ def tune(
     `target` is by default that of `quality`, else `psnr>=40`. With both, it becomes the profile's target for that
     quality, also if nothing can be certified for it. The prompts must not be those of the calibration; the default is
     the rest of the built-in list. Candidates are tried from slow to fast, each until it has passed or can no longer
-    pass. `profile` is a Profile, or the path or address of one.
+    pass; the plan that is certified is stored with its weights. `profile` is a Profile, or the path or address of one.
     """
     profile = Profile.load(profile) if isinstance(profile, str) else profile
     if quality is not None:
@@ -142,42 +178,64 @@ def tune(
     chosen = _held_back_prompts(pipe, profile, prompts, share, confidence)
     most = allowed_misses(len(chosen), share, confidence) or 0
     offset = profile.facts.psnr_offset if wanted.metric == "psnr" else None
-    candidates = _candidates(search_profile(profile).frontier, wanted, offset)
-    tried: list[CandidateResult] = []
+    facts, scheduler, search = profile.facts, type(pipe.scheduler).__name__, search_profile(profile)
+    known = [plan for plan in facts.schedules if (plan.noise, plan.scheduler) == (facts.noise, scheduler)]
+    improved = {len(plan.computed): search.evaluate(plan.computed, plan.origin) for plan in known}
+    candidates = _candidates(search.frontier | improved, wanted, offset)
+    tried, runs = list[CandidateResult](), list[TrialRun]()
     trials = Trials(Caller.like(profile, pipe, call), chosen, seed, batch_size)
 
     def passes(candidate: CandidateSchedule) -> bool:
-        values, plan = trials.run(
+        run = trials.run(
             profile, wanted.metric, candidate.computed, bar.update, stop=lambda values: wanted.misses(values) > most
         )
-        expected, passed = None if offset is None else candidate.psnr(offset), wanted.misses(values) <= most
-        tried.append(CandidateResult(candidate.computed, expected, tuple(values), passed, plan))
+        expected, passed = None if offset is None else candidate.psnr(offset), wanted.misses(run.values) <= most
+        tried.append(CandidateResult(candidate.computed, expected, tuple(run.values), passed, run.estimate))
+        runs.extend([run] if passed else [])
         return passed
 
-    runs = len(trials.batches) * (1 + len(candidates))
-    with tqdm(total=runs, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
+    total = len(trials.batches) * (1 + len(candidates))
+    with tqdm(total=total, disable=not progress, desc=f"tuning to {wanted}", unit="run") as bar:
         trials.generate_references(bar.update)
         best = fastest_passing(candidates, passes)
     if best is None:
         return TuningResult(profile, None, tuple(tried), str(wanted))
-    result = next(one for one in tried if one.computed == best.computed)
+    run = runs[-1]  # of the best candidate
     certificate = Certificate(
         target=str(wanted),
-        computed=result.computed,
-        noise=profile.facts.noise,
+        computed=best.computed,
+        noise=facts.noise,
         share=share,
         confidence=confidence,
-        prompts=len(result.values),
-        below=wanted.misses(result.values),
+        prompts=len(run.values),
+        below=wanted.misses(run.values),
         prompts_hash=hash_prompts(chosen),
-        scheduler=type(pipe.scheduler).__name__,
-        plan=result.plan,
-        guidance=profile.facts.guidance,
+        scheduler=scheduler,
+        plan=run.plan.digest,
+        guidance=facts.guidance,
         adapters=tuple(a for module in find_transformers(pipe).values() for a in adapters(module)),
     )
-    others = tuple(c for c in profile.facts.certificates if c.target != certificate.target)
-    certified = profile.with_facts(certificates=(*others, certificate))
+    others = tuple(c for c in facts.certificates if c.target != certificate.target)
+    certified = with_estimate(profile.with_facts(certificates=(*others, certificate)), run.estimate)
+    if len(best.computed) not in improved:  # weights that are stored are the same in later versions and elsewhere
+        certified = certified.with_plan(_as_measured(run, facts, scheduler))
     return TuningResult(certified, certificate, tuple(tried), str(wanted))
+
+
+def _as_measured(run: TrialRun, facts: ProfileFacts, scheduler: str) -> MeasuredPlan:
+    """The plan of a trial as a profile stores it."""
+    plan, weights = run.plan, [held for _, held in sorted(run.plan.weights.items())]
+    return MeasuredPlan(
+        noise=facts.noise,
+        scheduler=scheduler,
+        computed=plan.computed,
+        weights=tuple(value for held in weights for value in held.values),
+        origin="certified",
+        psnr=run.psnr,
+        branches=facts.branches if any(len(held.values) > len(held.anchors) for held in weights) else (),
+        guidance=facts.guidance,
+        depth=max((len(held.anchors) for held in weights), default=1),
+    )
 
 
 def _held_back_prompts(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..grid import Grid
@@ -25,7 +24,6 @@ OFF = Decision(True, "threshold is 0")
 RETAINED = Decision(True, "one of the first steps, always computed")
 ALWAYS = Decision(True, "every step is computed")
 SCHEDULED = Decision(True, "scheduled")
-ADDED = Decision(True, "added: harder than expected")
 BETWEEN = Decision(False, "between scheduled steps")
 
 
@@ -76,10 +74,9 @@ class AlwaysCompute:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Compute the scheduled steps and hold the others; steps may be `added` while the generation runs."""
+    """Compute the scheduled steps and hold the others."""
 
     computed: frozenset[int]
-    added: Collection[int] = field(default_factory=frozenset)
     needs_signal: bool = False
 
     def start(self) -> PolicyState:
@@ -88,10 +85,8 @@ class Scheduled:
     def decide(self, step: int, signal: float | None, state: PolicyState) -> Decision:
         if state.anchor is None:
             decision = FIRST if step == min(self.computed, default=0) else NOTHING_HELD
-        elif step in self.computed:
-            decision = SCHEDULED
         else:
-            decision = ADDED if step in self.added else BETWEEN
+            decision = SCHEDULED if step in self.computed else BETWEEN
         if decision.compute:
             state.anchor = step
         return decision

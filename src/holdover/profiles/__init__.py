@@ -11,6 +11,7 @@ from .profile import (
     PlannerOptions,
     Profile,
     ProfileFacts,
+    QualityEstimate,
     TeaCacheFit,
     TeaCacheProfile,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "PlannerOptions",
     "Profile",
     "ProfileFacts",
+    "QualityEstimate",
     "TeaCacheFit",
     "TeaCacheProfile",
     "find",

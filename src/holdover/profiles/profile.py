@@ -268,6 +268,31 @@ class Certificate:
 
 
 @dataclass(frozen=True)
+class QualityEstimate:
+    """How the PSNR of an image follows from what was seen while its plan ran: intercept + coefficients * features.
+
+    `plan` is the digest of the plan, and plan/estimate.py has the features. `error` (root mean square, in dB) and
+    `rank_correlation` are those of estimates for prompts that were left out of the fit, of all `prompts` in turn.
+    """
+
+    plan: str
+    coefficients: tuple[float, ...]
+    intercept: float
+    error: float
+    rank_correlation: float
+    prompts: int
+
+    def __post_init__(self) -> None:
+        _finite("coefficients", (*self.coefficients, self.intercept, self.error, self.rank_correlation))
+
+    def __str__(self) -> str:
+        return (
+            f"the PSNR of an image is told afterwards with an error of {self.error:.1f} dB and a rank correlation of "
+            f"{self.rank_correlation:.2f} ({self.prompts} prompts)"
+        )
+
+
+@dataclass(frozen=True)
 class ProfileFacts:
     """Everything in a profile that is not an array: the model, how it was measured, and constants of the methods.
 
@@ -301,6 +326,7 @@ class ProfileFacts:
     mag_cache: tuple[tuple[str, MagCacheProfile], ...] = ()
     schedules: tuple[MeasuredPlan, ...] = ()
     certificates: tuple[Certificate, ...] = ()
+    estimates: tuple[QualityEstimate, ...] = ()
     effort: str = "quick"
     options: PlannerOptions = PlannerOptions()
     guider: str = ""
@@ -395,6 +421,13 @@ class Profile:
         check_quality(quality)
         changed = dict(self.facts.qualities) | {quality: str(Target.parsed(target))}
         return self.with_facts(qualities=tuple(changed.items()))
+
+    def with_plan(self, plan: MeasuredPlan) -> Self:
+        """A copy with one more plan, in place of one with as many computed steps under the same conditions."""
+        conditions = (len(plan.computed), plan.noise, plan.scheduler)
+        known = self.facts.schedules
+        others = [other for other in known if (len(other.computed), other.noise, other.scheduler) != conditions]
+        return self.with_facts(schedules=(*others, plan))
 
     def _arrays(self) -> dict[str, NDArray[np.float64]]:
         seams = {f"seam.{name}": array for name, array in self.seams.items()}
