@@ -37,7 +37,8 @@ class ServedModel:
     """One pipeline that generates batches of images.
 
     `editor` changes a given image: the pipeline itself if it takes one, else diffusers' image-to-image pipeline of the
-    same parts, so that a cache on their transformer works in both; None if there is none.
+    same parts, so that a cache on their transformer works in both; None if there is none. `profile` is the shipped one
+    of this model: every rank looks for it here, because that gathers parts of weights that are split over ranks.
     """
 
     def __init__(self, name: str, pipeline: Any) -> None:
@@ -48,6 +49,8 @@ class ServedModel:
         else:
             self.editor, self.decode = find_editor(pipeline), latents_decoder(pipeline)
             self.info = _model_info(name, pipeline, self.editor, self.decode is not None)
+        self.profile = resolve_profile(None, next(iter(find_transformers(pipeline).values())))
+        self.info = replace(self.info, has_profile=self.profile is not None)
         for one in (self.pipeline, self.editor):
             if one is not None:
                 one.set_progress_bar_config(disable=True)
@@ -150,7 +153,6 @@ def _model_info(name: str, pipeline: Any, editor: Any | None, decodes: bool) -> 
         cfg_scale=_default_number(parameters, "true_cfg_scale"),
         edit_parameters=frozenset(edits),
         strength=_default_number(edits, "strength"),
-        has_profile=resolve_profile(None, transformer) is not None,
     )
 
 
@@ -194,7 +196,6 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
             multiple=temporal,
             image="none" if takes_image is None else "required" if needs_image else "optional",
         ),
-        has_profile=resolve_profile(None, transformer) is not None,
     )
 
 

@@ -177,6 +177,9 @@ class GenerationInfo(BaseModel):
     seconds: Seconds
     batch: int = Field(description="Number of images in its batch, itself included.")
     held_bytes: int
+    expected_psnr: float | None = Field(
+        default=None, description="PSNR in dB to the uncached image, estimated while a plan ran; null if unknown."
+    )
     notes: list[str] = Field(default=[], description="Where its plan comes from, and what quality to expect.")
 
 

@@ -27,7 +27,7 @@ from ..engine.backend import find_transformers
 from ..engine.method import NoneConfig
 from ..errors import HoldoverError
 from ..plan.generation import resolve_profile
-from ..profiles import MethodProfile, find
+from ..profiles import MethodProfile, Profile, find
 from ..profiles.hub import pin
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
 from ..selector import backend_for_config, own_config
@@ -175,7 +175,7 @@ class Worker(ImageBackend):
         cache = _with_commit(cache)
         if cache == self._default:
             return
-        profile = profile_report(cache, model.pipeline)
+        profile = profile_report(cache, model.pipeline, model.profile)
         with switch.use(cache) as backend:
             self._notes = list(backend.stats().notes)
         if self._default is not None:
@@ -249,6 +249,8 @@ class Worker(ImageBackend):
     ) -> list[GenerationInfo]:
         """Count a generation that has just ended, and describe each image of it."""
         seconds, first = time.monotonic() - start, specs[0]
+        told = stats.expected.psnr if stats.expected is not None else ()
+        expected = told if len(told) == len(specs) else (None,) * len(specs)
         infos = [
             GenerationInfo(
                 seed=spec.seed,
@@ -264,9 +266,10 @@ class Worker(ImageBackend):
                 ),
                 batch=len(specs),
                 held_bytes=stats.peak_bytes,
+                expected_psnr=psnr,
                 notes=list(stats.notes),
             )
-            for spec, waited in zip(specs, queued, strict=True)
+            for spec, waited, psnr in zip(specs, queued, expected, strict=True)
         ]
         computed, held = sum(stats.computed.values()), sum(stats.held.values())
         done = MethodTotals(images=len(specs), generations=1, computed=computed, held=held, peak_bytes=stats.peak_bytes)
@@ -404,11 +407,14 @@ def _with_commit(cache: Config) -> Config:
     return cache if pin(profile) == profile else replace(cache, profile=pin(profile))  # type: ignore[call-arg]
 
 
-def profile_report(cache: Config, pipeline: Any) -> ProfileReport:
-    """What the profiles say about this pipeline's transformer: constants of the method, certificates, frontier."""
-    transformer = next(iter(find_transformers(pipeline).values()))
-    settings = cache.as_dict()
-    measured = resolve_profile(settings["profile"] if cache.method == TARGET_METHOD else None, transformer)
+def profile_report(cache: Config, pipeline: Any, shipped: Profile | None = None) -> ProfileReport:
+    """What the profiles say about this pipeline's transformer: constants of the method, certificates, frontier.
+
+    `shipped` is the shipped profile of this model, which is used where the cache names none.
+    """
+    transformer, settings = next(iter(find_transformers(pipeline).values())), cache.as_dict()
+    named = settings["profile"] if cache.method == TARGET_METHOD else None
+    measured = shipped if named is None else resolve_profile(named, transformer)
     constants: MethodProfile | None = None
     if cache.constants and settings[cache.constants] is None:
         method: Any = cache.method
