@@ -1,4 +1,4 @@
-"""Measure a built-in model for plans: calibrate, certify three targets, write the profile.
+"""Measure a built-in model for plans: calibrate, certify the four qualities, write the profile.
 
     python training/emoji/plan.py --model emoji --device cuda --out src/holdover/profiles/emoji.safetensors
 
@@ -14,10 +14,11 @@ import torch
 
 import holdover
 import holdover.zoo
+from holdover.profiles import Profile
+from holdover.profiles.targets import QUALITY_TARGETS
 
 STEPS = 50
 CALIBRATED_ON = 16
-TARGETS = ("psnr>=30", "psnr>=35", "psnr>=40")
 
 
 def main() -> None:
@@ -27,23 +28,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--effort", default="standard", help="of the calibration")
+    parser.add_argument("--profile", help="an existing profile: certify its plans again")
+    parser.add_argument("--held-back", type=int, default=None, help="prompts to certify on; default: all others")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     pipe = holdover.load(arguments.model).to(arguments.device)
     prompts = pipe.calibration_prompts()
-    profile = holdover.calibrate(
-        pipe,
-        prompts[:CALIBRATED_ON],
-        STEPS,
-        guidance_scale=3.0,
-        batch_size=CALIBRATED_ON,
-        name=arguments.model,
-        effort=arguments.effort,
-    )
+    if arguments.profile is None:
+        profile = holdover.calibrate(
+            pipe,
+            prompts[:CALIBRATED_ON],
+            STEPS,
+            guidance_scale=3.0,
+            batch_size=CALIBRATED_ON,
+            name=arguments.model,
+            effort=arguments.effort,
+        )
+    else:
+        profile = Profile.load(arguments.profile).with_facts(certificates=())
     profile.save(arguments.out)
-    for target in TARGETS:
-        found = holdover.tune(pipe, profile, prompts[CALIBRATED_ON:], target, batch_size=arguments.batch)
+    held_back = prompts[CALIBRATED_ON:][: arguments.held_back]
+    for quality in QUALITY_TARGETS:
+        found = holdover.tune(pipe, profile, held_back, quality=quality, batch_size=arguments.batch)
         print(found, flush=True)
         profile = found.profile
         profile.save(arguments.out)
