@@ -86,6 +86,8 @@ def pages() -> dict[Path, str]:
             quality_28=quality(steps=28),
             lead_28=lead(28),
             elsewhere=elsewhere(),
+            expected=expected(),
+            late=late_steps(),
         ),
         docs / "benchmark.md": with_parts(
             docs / "benchmark.md", emoji=benchmark("quality"), motion=benchmark("quality_emoji-motion")
@@ -278,7 +280,7 @@ def headline() -> str:
 
 SHOWN = {50: (6, 8, 10, 12, 15, 20, 25), 28: (6, 8, 10, 14)}
 SHORT = (
-    "plan, guard off",
+    "plan",
     "cache_dit DBCache + TaylorSeer 1",
     "diffusers TaylorSeer",
     "mag_cache",
@@ -294,7 +296,8 @@ def quality(methods: Sequence[str] = (), steps: int = 50, result: str = "quality
     names = [name for name in methods if name in cells] or sorted(
         cells, key=lambda name: (not name.startswith("plan"), name)
     )
-    rows = [(f"**{n}**" if n.startswith("plan,") else n, *(cells[n].get(k, "") for k in SHOWN[steps])) for n in names]
+    titles = {name: f"**{name}**" if name.partition(",")[0] == "plan" else name for name in names}
+    rows = [(titles[name], *(cells[name].get(count, "") for count in SHOWN[steps])) for name in names]
     made = f"{measured['environment']['device']}, {measured['date'][:10]}, {measured['scale']['prompts']} prompts"
     head = (f"computed of {steps} steps", *map(str, SHOWN[steps]))
     return f"{table(head, rows)}\n\nPSNR in dB to the uncached {noun}, mean / 10th percentile. {made}."
@@ -324,6 +327,31 @@ def elsewhere() -> str:
     return table(
         ("calibrated", *(f"{count} computed" for count in shown)),
         ((name, *(kept.get(count, "") for count in shown)) for name, kept in cells.items()),
+    )
+
+
+def expected() -> str:
+    """How far estimates of the PSNR of single images are off, by number of computed steps."""
+    measured = figures_of("quality_expected")
+    shown = [one for one in measured["parts"]["expected quality"]["expected"] if "test_error" in one]
+    rows = [
+        ("error of the estimate, dB", *(f"{one['test_error']:.1f}" for one in shown)),
+        ("standard deviation of the images, dB", *(f"{one['test_deviation']:.1f}" for one in shown)),
+        ("rank correlation", *(f"{one['test_rank_correlation']:.2f}" for one in shown)),
+        ("the same as the profile says it", *(f"{one['told_rank_correlation']:.2f}" for one in shown)),
+    ]
+    fitted = f"Model in the box, fitted on {shown[0]['prompts']} prompts, {shown[0]['test_prompts']} others"
+    head = (f"computed of {measured['scale']['steps']} steps", *(str(one["computed"]) for one in shown))
+    return f"{table(head, rows)}\n\n{fitted}. {measured['environment']['device']}, {measured['date'][:10]}."
+
+
+def late_steps() -> str:
+    """What computing every step from the middle of a plan on does for the images that keep least."""
+    late = figures_of("quality_expected")["parts"]["late steps"]["late"]
+    return (
+        f"With {late['computed']} of 50 steps computed, the tenth of the images that keep least has "
+        f"{late['psnr']:.1f} dB in the mean; with every step from step {late['every_step_from']} on computed, "
+        f"{late['psnr_after']:.1f} dB, and {late['at_least_1_db_better']} of {late['images']} images gain 1 dB or more."
     )
 
 

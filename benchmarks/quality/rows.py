@@ -36,20 +36,15 @@ from .verdict import PLAN, POLISHED
 # Rows that need no search
 
 
-def plan(profile: Profile, title: str = PLAN, guard: bool = False, **wanted: Any) -> Method:
+def plan(profile: Profile, title: str = PLAN, **wanted: Any) -> Method:
     """A plan on a profile."""
-    return cached(title, "plan", profile=profile, guard=guard, **wanted)
+    return cached(title, "plan", profile=profile, **wanted)
 
 
 def planned(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
-    """Plans on a profile of the same steps, guard on and off."""
+    """Plans on a profile of the same steps."""
     profile = bench.profile(sampling)
-    titles = {True: "plan", False: PLAN}
-    return [
-        bench.row(plan(profile, title, guard, budget=budget), sampling, budget)
-        for guard, title in titles.items()
-        for budget in budgets
-    ]
+    return [bench.row(plan(profile, budget=budget), sampling, budget) for budget in budgets]
 
 
 def transferred(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
@@ -61,14 +56,14 @@ def transferred(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> lis
 
 def unmeasured(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
     """Newton extrapolation on a growing window, as in a plan without a profile."""
-    title, settings = "plan without a profile", {"predictor": "newton", "guard": False}
+    title, settings = "plan without a profile", {"predictor": "newton"}
     methods = {b: cached(title, "plan", schedule=growing(sampling.steps, b), **settings) for b in budgets}
     return [bench.row(method, sampling, budget) for budget, method in methods.items()]
 
 
 def held(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
     """The last computed output, held at regular intervals."""
-    settings = {"predictor": "hold", "guard": False}
+    settings = {"predictor": "hold"}
     methods = {b: cached("hold, uniform", "plan", schedule=uniform(sampling.steps, b), **settings) for b in budgets}
     return [bench.row(method, sampling, budget) for budget, method in methods.items()]
 

@@ -1,4 +1,4 @@
-"""Studies of planned caches: their cost, certificates, the guard, and how much they depend on the calibration."""
+"""Studies of planned caches: cost, certificates, the PSNR told of an image, and how much calibration matters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice, product
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,17 @@ import torch
 import holdover
 from holdover.errors import HoldoverWarning
 from holdover.metrics import METRICS, Summary, each, psnr
+from holdover.plan.calls import Caller
 from holdover.plan.error_model import Weights
+from holdover.plan.estimate import rank_correlation
 from holdover.plan.planner import search_profile
 from holdover.plan.replay import Replay
 from holdover.plan.training import train
+from holdover.plan.tune import Trials
 from holdover.profiles import Profile
 
 from ..speed.methods import MAG
-from .bench import FIRST_SEED, Bench, Method, Row, Sampling, cached, count_steps, uncached
+from .bench import FIRST_SEED, Bench, Row, Sampling, cached, count_steps, uncached
 from .rows import plan
 
 # Cost
@@ -114,56 +116,93 @@ def _check_certificate(bench: Bench, target: str) -> dict[str, Any]:
     }
 
 
-# The guard
+# What is told of an image
 
 
-def guard_usual_weights(bench: Bench) -> dict[str, Any]:
-    """Computed steps, quality and time of plans with the guard on and off, in turns."""
-    sampling, budgets = Sampling(bench.scale.steps), bench.scale.probed
+def estimate_quality(bench: Bench) -> dict[str, Any]:
+    """Estimates of the PSNR, fitted on calibration prompts, and how far they are off on the test prompts."""
+    scale, profile = bench.scale, bench.profile(Sampling(bench.scale.steps))
+    prompts = bench.calibration_prompts[slice(*scale.held_back)]
+    trials = Trials(Caller.like(profile, bench.pipe, {}), prompts, 0, scale.batch)
+    trials.generate_references()
+    bench.reference(Sampling(scale.steps))  # before a cache is on
+    return {"expected": [_estimate(bench, profile, trials, budget) for budget in scale.budgets[:5:2]]}
+
+
+def _estimate(bench: Bench, profile: Profile, trials: Trials, budget: int) -> dict[str, Any]:
+    """The estimate of one plan: what it says of itself, and what is measured on the test prompts."""
+    sampling, computed = Sampling(bench.scale.steps), search_profile(profile).frontier[budget].computed
+    estimate = trials.run(profile, "psnr", computed).estimate
+    if estimate is None:
+        return {"computed": budget, "prompts": 0}
+    told, kept = list[float](), list[float]()
+    always_told = profile.with_facts(estimates=(replace(estimate, rank_correlation=1.0),))
+    with holdover.enable(bench.pipe, "plan", profile=always_told, schedule=computed) as cache:
+        for start in range(0, len(bench.prompts), bench.scale.batch):
+            prompts = bench.prompts[start : start + bench.scale.batch]
+            images = bench.generate_batch(prompts, FIRST_SEED + start, sampling)
+            kept += each(psnr, images, bench.reference(sampling)[start : start + len(prompts)]).tolist()
+            told += cache.stats().generations[-1].expected.psnr
+    errors = np.array(told) - np.array(kept)
     return {
-        "ordinary": [_compare_guard(bench, sampling, budget) | _seconds(bench, sampling, budget) for budget in budgets]
+        "computed": budget,
+        "prompts": estimate.prompts,
+        "told_error": round(estimate.error, 3),
+        "told_rank_correlation": round(estimate.rank_correlation, 3),
+        "test_prompts": len(kept),
+        "test_deviation": round(float(np.std(kept)), 3),
+        "test_error": round(float(np.sqrt(np.mean(errors**2))), 3),
+        "test_rank_correlation": round(rank_correlation(np.array(told), np.array(kept)), 3),
     }
 
 
-def guard_other_weights(bench: Bench) -> dict[str, Any]:
-    """The same with noise on every weight of the transformer: does the fingerprint notice it, does the guard?"""
+def add_late_steps(bench: Bench) -> dict[str, Any]:
+    """What becomes of the images that keep least if every step is computed once their errors can be seen."""
+    budget, sampling = bench.scale.probed[0], Sampling(bench.scale.steps)
+    profile = bench.profile(sampling)
+    early = search_profile(profile).frontier[budget].computed[: (budget + 1) // 2]
+    begin = early[-1] + 1
+    schedule = (*early, *range(begin, sampling.steps))
+    kept = each(psnr, bench.generate(plan(profile, budget=budget), sampling).images, bench.reference(sampling))
+    tenth = float(np.percentile(kept.numpy(), 10))
+    worst = [index for index, value in enumerate(kept.tolist()) if value <= tenth]
+    with holdover.enable(bench.pipe, "plan", profile=profile, schedule=schedule):
+        images = [bench.generate_batch(bench.prompts[i : i + 1], FIRST_SEED + i, sampling) for i in worst]
+    after = each(psnr, torch.cat(images), bench.reference(sampling)[worst])
+    return {
+        "late": {
+            "computed": budget,
+            "every_step_from": begin,
+            "images": len(worst),
+            "psnr": round(float(kept[worst].mean()), 3),
+            "psnr_after": round(float(after.mean()), 3),
+            "at_least_1_db_better": int((after > kept[worst] + 1).sum()),
+        }
+    }
+
+
+def run_on_other_weights(bench: Bench) -> dict[str, Any]:
+    """Plans with noise on every weight of the transformer: does the fingerprint notice it, do the outputs?"""
     found = []
     for noise in bench.scale.noises:
         with noisy_weights(bench.pipe.transformer, noise):
             sampling = Sampling(bench.scale.steps, weights=f"off by {noise:.0%}")
-            found += [{"noise": noise} | _compare_guard(bench, sampling, budget) for budget in bench.scale.probed]
+            found += [{"noise": noise} | _run_noticed(bench, sampling, budget) for budget in bench.scale.probed]
     return {"foreign": found}
 
 
-def _compare_guard(bench: Bench, sampling: Sampling, budget: int) -> dict[str, Any]:
-    on, off = _guard_on_and_off(bench, sampling, budget)
+def _run_noticed(bench: Bench, sampling: Sampling, budget: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HoldoverWarning)
-        rows = {"guard on": bench.row(on, sampling, budget), "guard off": bench.row(off, sampling, budget)}
+        row = bench.row(plan(bench.profile(Sampling(sampling.steps)), budget=budget), sampling, budget)
     texts = sorted({str(warning.message) for warning in caught if issubclass(warning.category, HoldoverWarning)})
-    kept = ("computed", "psnr", "ssim")
     return {
         "wanted": budget,
-        **{name: {key: row[key] for key in kept} for name, row in rows.items()},
+        **{key: row[key] for key in ("computed", "psnr", "ssim")},
         "noticed_by_fingerprint": any("was measured" in text for text in texts),
-        "noticed_by_guard": any("less predictable" in text for text in texts),
+        "noticed_by_outputs": any("less predictable" in text for text in texts),
         "said": texts,
     }
-
-
-def _seconds(bench: Bench, sampling: Sampling, budget: int) -> dict[str, float]:
-    """Seconds per image, in turns, without the batch that makes the plan; comparable only if no step was added."""
-    on, off = _guard_on_and_off(bench, sampling, budget)
-    turns = [
-        (bench.generate(on, sampling).seconds, bench.generate(off, sampling).seconds)
-        for _ in range(bench.scale.repeats)
-    ]
-    return {"seconds_on": round(median(t[0] for t in turns), 6), "seconds_off": round(median(t[1] for t in turns), 6)}
-
-
-def _guard_on_and_off(bench: Bench, sampling: Sampling, budget: int) -> tuple[Method, Method]:
-    profile = bench.profile(Sampling(sampling.steps))
-    return plan(profile, guard=True, budget=budget), plan(profile, guard=False, budget=budget)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # The verdict
 
 
-PLAN = "plan, guard off"  # the row that counts: it computes exactly the budget
+PLAN = "plan"
 POLISHED = "plan, polished"
 FIGURES = ("mean", "p10")
 _CAP = 100.0
@@ -142,7 +142,7 @@ def markdown(figures: dict[str, Any]) -> str:
             lines += [f"## {steps} steps", "", *table(rows), ""]
     for name in ("generations", "guidance", "other steps", "schedulers"):
         lines += [f"## Calibration: {name}", "", *table(figures["parts"].get(name, {}).get("rows", ())), ""]
-    for name in ("cost", "training", "certificates", "guard", "foreign weights"):
+    for name in ("cost", "training", "certificates", "expected quality", "late steps", "foreign weights"):
         lines += [f"## {name.capitalize()}", "", *_bullets(figures["parts"].get(name, {})), ""]
     failed = [f"{name}: {part['error']}" for name, part in figures["parts"].items() if "error" in part]
     return "\n".join([*lines, *(["## Failed", "", *(f"- {line}" for line in failed), ""] if failed else [])])

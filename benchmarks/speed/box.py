@@ -28,8 +28,8 @@ BUDGET = 10
 PROMPT = "red apple, glossy 3d style"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "no cache": ("", {}),
-    "every step computed": ("plan", {"budget": "1x", "guard": False}),
-    "plan, K = 10 of 50": ("plan", {"budget": BUDGET, "guard": False}),
+    "every step computed": ("plan", {"budget": "1x"}),
+    "plan, K = 10 of 50": ("plan", {"budget": BUDGET}),
     "mag_cache 0.24/5/0.1": ("mag_cache", MAG),
 }
 
@@ -137,7 +137,7 @@ def _turn(pipe: Any, steps: int, side: int | None) -> dict[str, float | int]:
     """Seconds of one image without a cache, of the image during which a plan is made, and of the next one."""
     time_image(pipe, min(WARM, steps), side)
     uncached = time_image(pipe, steps, side)
-    with holdover.enable(pipe, "plan", budget=BUDGET, guard=False) as cache:
+    with holdover.enable(pipe, "plan", budget=BUDGET) as cache:
         time_image(pipe, min(WARM, steps), side)
         first, after = time_image(pipe, steps, side), time_image(pipe, steps, side)
         last = cache.stats().last
