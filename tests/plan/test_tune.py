@@ -70,6 +70,17 @@ def test_a_certificate_for_a_higher_target_holds_for_a_lower_one_and_not_the_oth
         assert "certified for psnr>=46" not in str(cache.stats())
 
 
+def test_no_fewer_steps_are_expected_to_be_enough_than_are_certified_for_a_lower_target():
+    found = tuned("psnr>=45")
+    counts = []
+    for certificates in ((), (replace(found.certificate, target="psnr>=10"),)):
+        profile = found.profile.with_facts(certificates=certificates)
+        with holdover.enable(pipeline(), "plan", profile=profile, target="psnr>=12") as cache:
+            generate()
+            counts.append(max(cache.stats().last.computed.values()))
+    assert counts[0] < counts[1] == len(found.certificate.computed)
+
+
 def test_a_certificate_is_for_the_plan_that_was_tried_only():
     """With another predictor, or residuals instead of outputs, the images are not those that were tried."""
     profile = tuned("psnr>=45").profile

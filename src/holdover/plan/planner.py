@@ -220,18 +220,20 @@ class Planner:
         return search.frontier | {len(s.computed): search.evaluate(s.computed, s.origin) for s in tried}
 
     def _choose_for_target(self, target: Target, problem: PlanProblem) -> CandidateSchedule:
-        """The fastest schedule certified for a target under these conditions, else the fastest expected to meet it."""
+        """The fastest schedule certified for a target under these conditions, else the fastest expected to meet it.
+
+        The latter computes no fewer steps than a schedule that is certified for a lower target.
+        """
         assert problem.search is not None  # enabling for a target without a profile is refused
         assert self._profile is not None
         quality = self._config.quality
         named = "" if quality is None else f"quality {quality} is {target}: "
         setting = f'target="{target}"' if quality is None else f'quality="{quality}"'
-        certified = [
+        valid = [
             certificate
             for certificate in self._profile.facts.certificates
             if self.fits_weights
             and self._config.quantity == "output"
-            and Target.parsed(certificate.target).implies(target)
             and _applies(certificate, problem.spec)
             and certificate.adapters == problem.spec.adapters
             and certificate.plan
@@ -239,6 +241,7 @@ class Planner:
                 self.weights(problem, certificate.computed), self.timestep_factors(problem, certificate.computed)
             )
         ]
+        certified = [certificate for certificate in valid if Target.parsed(certificate.target).implies(target)]
         if certified:
             fastest = min(certified, key=lambda certificate: len(certificate.computed))
             return problem.search.evaluate(fastest.computed, f"{named}certified for {fastest.target}")
@@ -248,7 +251,8 @@ class Planner:
                 f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, {setting}) first."
             )
         candidates = self._candidates(problem, problem.search).values()
-        expected = next(c for c in candidates if c.psnr(offset) >= target.least)
+        least = max((len(c.computed) for c in valid if target.implies(Target.parsed(c.target))), default=1)
+        expected = next(c for c in candidates if c.psnr(offset) >= target.least and len(c.computed) >= least)
         if quality is None:
             return expected
         origin = f"{named}expected, not certified; holdover.tune(pipe, profile, {setting}) certifies it"
