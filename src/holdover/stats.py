@@ -42,7 +42,7 @@ class ExpectedQuality:
 
     It was estimated from what the method saw on the way. `error` is the root-mean-square error of such estimates in dB,
     and `rank_correlation` says how well they order images, both on `prompts` prompts that were not fitted to. Where the
-    PSNR cannot be told, `psnr` is empty and `reason` says why.
+    PSNR is unknown, `psnr` is empty and `reason` says why.
     """
 
     psnr: tuple[float, ...] = ()
@@ -81,12 +81,12 @@ class GenerationStats:
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickle has the expected quality, not the tensors from which it is estimated."""
-        known = None if self.expected is None else functools.partial(replace, self.expected)
-        return vars(self) | {"estimate": known}
+        expected = self.expected
+        return vars(self) | {"estimate": None if expected is None else functools.partial(replace, expected)}
 
     @property
     def expected(self) -> ExpectedQuality | None:
-        """The PSNR that the images are expected to have, or why it cannot be told; None for other methods than plan."""
+        """The PSNR that the images are expected to have, or why that is unknown; None for other methods than plan."""
         return None if self.estimate is None else self.estimate()
 
     @property
@@ -129,7 +129,7 @@ class GenerationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        names = ("transformer", "branch", "step", "computed", "reason")
+        names, expected = ("transformer", "branch", "step", "computed", "reason"), self.expected
         return {
             "method": self.method,
             "settings": self.settings,
@@ -140,7 +140,7 @@ class GenerationStats:
             "seconds_held": self.seconds(False),
             "peak_bytes": self.peak_bytes,
             "finished": self.finished,
-            "expected": None if self.expected is None else asdict(self.expected),
+            "expected": None if expected is None else asdict(expected),
             "notes": list(self.notes),
             "decisions": [{name: getattr(f, name) for name in names} for f in self.forwards],
         }

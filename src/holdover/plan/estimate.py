@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ..engine.signals import AsyncScalar
 from ..metrics import PSNR_CAP
-from ..profiles import Profile, QualityEstimate
+from ..profiles import QualityEstimate
 from ..stats import ExpectedQuality
 from .error_model import DEPTH, Array, Measurements, Ranges, fit_output, prediction_error
 
 MISMATCH_FACTOR = 8.0  # times the usual ratio, over a whole generation: the model is not the one that was measured
 FEWEST_PROMPTS = 32  # that an estimate is fitted to
-LEAST_CORRELATION = 0.7  # between estimated and measured PSNR of images, by rank, to tell them at all
+LEAST_CORRELATION = 0.7  # between estimated and measured PSNR of images, by rank, to report estimates at all
 _RIDGE = 1.0  # of the regression on standardized features
 _SMALLEST = 1e-20  # mean squared error that a feature can show
 
@@ -192,11 +192,3 @@ def rank_correlation(a: Array, b: Array) -> float:
     if min(np.ptp(a), np.ptp(b)) == 0:
         return 0.0
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
-
-
-def with_estimate(profile: Profile, estimate: QualityEstimate | None) -> Profile:
-    """The profile with the estimate of one more plan, in place of an older one of the same plan."""
-    if estimate is None:
-        return profile
-    others = tuple(other for other in profile.facts.estimates if other.plan != estimate.plan)
-    return profile.with_facts(estimates=(*others, estimate))

@@ -31,7 +31,6 @@ from ..profiles.files import decode, encode, parse_json, write_file
 from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
-from .estimate import with_estimate
 from .planner import search_profile, stored_factors, stored_weights
 from .replay import UNCHANGED, Factors, RecordedBatch, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
@@ -128,19 +127,20 @@ def improve(
         checks = Trials(caller, chosen[half:], seed + half, batch_size, references)
         for count in counts:
             best, own = search.best_plan(count, options, thorough, iterations), search.own_plan(count, frontier[count])
-            told, told_of_own = None, None
+            estimate, own_estimate = None, None
             if len(references) == len(judge.batches):  # judged by the images of the pipeline itself
                 tried, tried_own = (checks.run(profile.with_plan(plan), "psnr", plan.computed) for plan in (best, own))
-                ours, theirs, told, told_of_own = tried.values, tried_own.values, tried.estimate, tried_own.estimate
+                ours, theirs = tried.values, tried_own.values
+                estimate, own_estimate = tried.estimate, tried_own.estimate
                 best = replace(best, psnr=min(fmean(ours), PSNR_CAP))
             else:
                 ours, theirs = (search.quality(plan) for plan in (best, own))
             if score(ours) > score(theirs):
-                improved = with_estimate(improved.with_plan(best), told)
+                improved = improved.with_plan(best).with_estimate(estimate)
                 continue
             if options != profile.facts.options:  # which would change this plan
                 improved = improved.with_plan(own)
-            improved = with_estimate(improved, told_of_own)
+            improved = improved.with_estimate(own_estimate)
     runs = (("generations", round(fitted.runs + judge.runs, 1)), ("seconds", round(time.perf_counter() - begin, 1)))
     return improved.with_facts(options=options, cost=runs)
 

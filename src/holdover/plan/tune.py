@@ -40,7 +40,7 @@ from .calls import (
 )
 from .config import METRICS, PlanConfig
 from .error_model import Array
-from .estimate import fit_estimate, with_estimate
+from .estimate import fit_estimate
 from .generation import adapters
 from .method import PlanMethod
 from .planner import Plan, search_profile
@@ -112,7 +112,7 @@ class _WatchedPlan(PlanMethod):
 
 @dataclass(frozen=True)
 class TrialRun:
-    """A schedule on the prompts: the quality of each image, their mean PSNR, the plan, and how to tell the PSNR."""
+    """A schedule on the prompts: the quality of each image, their mean PSNR, the plan, and an estimate of the PSNR."""
 
     values: list[float]
     psnr: float
@@ -124,7 +124,7 @@ class TrialRun:
 class CandidateResult:
     """One candidate schedule that was tried: its expected and its measured quality.
 
-    `estimate` says how the PSNR of an image can be told afterwards; None for few prompts.
+    `estimate` says how the PSNR of an image can be estimated afterwards; None for few prompts.
     """
 
     computed: tuple[int, ...]
@@ -216,7 +216,7 @@ def tune(
         adapters=tuple(a for module in find_transformers(pipe).values() for a in adapters(module)),
     )
     others = tuple(c for c in facts.certificates if c.target != certificate.target)
-    certified = with_estimate(profile.with_facts(certificates=(*others, certificate)), run.estimate)
+    certified = profile.with_facts(certificates=(*others, certificate)).with_estimate(run.estimate)
     if len(best.computed) not in improved:  # weights that are stored are the same in later versions and elsewhere
         certified = certified.with_plan(_as_measured(run, facts, scheduler))
     return TuningResult(certified, certificate, tuple(tried), str(wanted))

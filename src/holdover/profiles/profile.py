@@ -287,8 +287,8 @@ class QualityEstimate:
 
     def __str__(self) -> str:
         return (
-            f"the PSNR of an image is told afterwards with an error of {self.error:.1f} dB and a rank correlation of "
-            f"{self.rank_correlation:.2f} ({self.prompts} prompts)"
+            f"the PSNR of an image is estimated afterwards with an error of {self.error:.1f} dB and a rank correlation "
+            f"of {self.rank_correlation:.2f} ({self.prompts} prompts)"
         )
 
 
@@ -428,6 +428,13 @@ class Profile:
         known = self.facts.schedules
         others = [other for other in known if (len(other.computed), other.noise, other.scheduler) != conditions]
         return self.with_facts(schedules=(*others, plan))
+
+    def with_estimate(self, estimate: QualityEstimate | None) -> Self:
+        """A copy with one more estimate, in place of an older one of the same plan; unchanged for None."""
+        if estimate is None:
+            return self
+        others = tuple(other for other in self.facts.estimates if other.plan != estimate.plan)
+        return self.with_facts(estimates=(*others, estimate))
 
     def _arrays(self) -> dict[str, NDArray[np.float64]]:
         seams = {f"seam.{name}": array for name, array in self.seams.items()}

@@ -249,8 +249,8 @@ class Worker(ImageBackend):
     ) -> list[GenerationInfo]:
         """Count a generation that has just ended, and describe each image of it."""
         seconds, first = time.monotonic() - start, specs[0]
-        told = stats.expected.psnr if stats.expected is not None else ()
-        expected = told if len(told) == len(specs) else (None,) * len(specs)
+        expected = stats.expected
+        kept = expected.psnr if expected is not None and len(expected.psnr) == len(specs) else (None,) * len(specs)
         infos = [
             GenerationInfo(
                 seed=spec.seed,
@@ -269,7 +269,7 @@ class Worker(ImageBackend):
                 expected_psnr=psnr,
                 notes=list(stats.notes),
             )
-            for spec, waited, psnr in zip(specs, queued, expected, strict=True)
+            for spec, waited, psnr in zip(specs, queued, kept, strict=True)
         ]
         computed, held = sum(stats.computed.values()), sum(stats.held.values())
         done = MethodTotals(images=len(specs), generations=1, computed=computed, held=held, peak_bytes=stats.peak_bytes)
