@@ -116,22 +116,34 @@ def test_every_kind_of_model_writes_a_video(
         assert json.loads(container.metadata["comment"])["fps"] == rates.get(name, 16)
 
 
-@pytest.mark.parametrize("name", ["wan", "cogvideox", "hunyuan"])
-def test_frames_that_are_streamed_are_those_of_the_whole_video(name: str) -> None:
-    pipe, frames = PROMPTED_VIDEOS[name](), list[torch.Tensor]()
+@pytest.mark.parametrize(
+    ("name", "frames"), [("wan", 9), ("cogvideox", 9), ("hunyuan", 9), ("hunyuan", 45), ("ltx", 41)]
+)
+def test_frames_that_are_streamed_are_those_of_the_whole_video(name: str, frames: int) -> None:
+    pipe, streamed = PROMPTED_VIDEOS[name](), list[torch.Tensor]()
+    if name == "ltx":
+        pipe.vae.use_framewise_decoding = True
+        pipe.vae.tile_sample_min_num_frames, pipe.vae.tile_sample_stride_num_frames = 16, 8
 
     def generate() -> torch.Tensor:
         noise = {"generator": torch.Generator().manual_seed(0), "output_type": "pt", "num_inference_steps": 3}
-        return pipe(prompt="a cat runs", **noise, **SMALL[name]).frames[0]
+        return pipe(prompt="a cat runs", **noise, **(SMALL[name] | {"num_frames": frames})).frames[0]
 
     whole = generate()
-    with stream_frames(pipe, frames.append) as streamed:
+    with stream_frames(pipe, streamed.append) as can:
         rest = generate()
-    assert streamed is (name != "hunyuan")  # its VAE blends frames after it has decoded them
-    assert torch.equal(torch.stack(frames) if streamed else rest, whole)
-    assert len(rest) == (1 if streamed else 9)
+    assert can
+    assert torch.equal(torch.stack(streamed), whole)
+    assert rest.shape[-2:] == (1, 1)
     assert torch.equal(generate(), whole)
     assert not any(module._forward_hooks for module in pipe.vae.modules())
+
+
+def test_a_vae_that_decodes_everything_at_once_is_not_streamed() -> None:
+    pipe = PROMPTED_VIDEOS["ltx"]()
+    with stream_frames(pipe, list[torch.Tensor]().append) as can:
+        assert not can
+        assert not any(module._forward_hooks for module in pipe.vae.modules())
 
 
 def test_a_generation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

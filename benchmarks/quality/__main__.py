@@ -49,6 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=None, help="how many of the 128 test prompts")
     parser.add_argument("--batch", type=int, default=None, help="images per batch")
+    parser.add_argument("--budgets", type=_numbers, default=None, help="computed steps of 50, such as 6,8,10")
     parser.add_argument("--searched", type=int, default=None, help="prompts that settings are searched on")
     parser.add_argument("--tries", type=int, default=None, help="settings tried of each kind")
     parser.add_argument("--polished-on", type=int, default=None, help="prompts of an effort's calibration")
@@ -64,12 +65,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def _run(options: argparse.Namespace, out: Path) -> None:
     from .bench import QUICK, Scale
     from .parts import measure
 
     names = ("model", "prompts", "batch", "searched", "tries", "polished_on", "tf32")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.budgets:
+        given |= {"budgets": options.budgets, "beyond": ()}
     scale = dataclasses.replace(QUICK if options.quick else Scale(), **given)
     measure(scale, options.device, out, options.limit, options.part, options.jobs)
 

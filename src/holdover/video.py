@@ -162,43 +162,68 @@ RATE_KEYWORDS = ("frame_rate", "fps")  # of pipelines that generate motion for a
 
 # Frames as they are decoded
 
-# Pipelines that decode once and return what is decoded, and VAEs that decode a few frames at a time and only join them.
+# Pipelines that decode once and return what is decoded.
 _PIPELINES = {"WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"}
-_PIPELINES |= {"CogVideoXPipeline", "CogVideoXImageToVideoPipeline"}
-_VAES = ("AutoencoderKLWan", "AutoencoderKLCogVideoX")
+_PIPELINES |= {"CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "HunyuanVideoPipeline"}
+_PIPELINES |= {"HunyuanSkyreelsImageToVideoPipeline", "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"}
+_JOINED = ("AutoencoderKLWan", "AutoencoderKLCogVideoX")  # VAEs that decode a few frames at a time and only join them
+_BLENDED = {  # VAEs that decode tiles of frames and blend each with the next one; the frames that a later tile keeps
+    "AutoencoderKLHunyuanVideo": slice(1, None),
+    "AutoencoderKLLTXVideo": slice(None, -1),
+}
 
 
 @contextmanager
 def stream_frames(pipe: Any, take: Callable[[torch.Tensor], None]) -> Iterator[bool]:
-    """Calls of the pipeline pass each frame (3, H, W) to `take` when it is decoded, and return the first one only.
+    """Calls of the pipeline pass each frame (3, H, W) to `take` when it is final, and return frames of one pixel.
 
-    Yields whether this pipeline can: its VAE must decode frame after frame, without tiles that are blended afterwards,
-    and the pipeline must return them as they are. Where it cannot, nothing is changed. It is for calls of one video.
+    Yields whether this pipeline can: its VAE must decode a few frames at a time, without tiles in space, and the
+    pipeline must return them as they are. Where it cannot, nothing is changed. It is for one call with one video.
     """
     vae: Any = getattr(pipe, "vae", None)
-    classes = {cls.__name__ for cls in type(pipe).__mro__}
-    if type(vae).__name__ not in _VAES or not classes & _PIPELINES or getattr(vae, "use_tiling", False):
+    kind, classes = type(vae).__name__, {cls.__name__ for cls in type(pipe).__mro__}
+    can = kind in _JOINED or (kind in _BLENDED and vae.use_framewise_decoding)
+    if not can or not classes & _PIPELINES or vae.use_tiling:
         yield False
         return
-    patch = getattr(vae.config, "patch_size", None)
-    started = False
+    finish = _TileBlender(vae, _BLENDED[kind]) if kind in _BLENDED else _unpatchify(vae)
 
     def pass_on(decoder: torch.nn.Module, arguments: Any, output: Any) -> Any:
-        nonlocal started
-        chunk = output[0] if isinstance(output, tuple) else output
-        frames = chunk
-        if patch is not None:
-            from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-
-            frames = unpatchify(chunk, patch_size=patch)
-        for frame in frames[0].unbind(1):
+        decoded = output[0] if isinstance(output, tuple) else output
+        for frame in finish(decoded, arguments[0])[0].unbind(1):
             take((frame.clamp(-1, 1) * 0.5 + 0.5).clamp(0, 1))
-        rest = chunk[:, :, : 0 if started else 1].clone()  # without the memory of the others
-        started = True
-        return (rest, *output[1:]) if isinstance(output, tuple) else rest
+        corner = decoded[..., :1, :1].clone()  # the VAE and the pipeline go on with this
+        return (corner, *output[1:]) if isinstance(output, tuple) else corner
 
     handle = vae.decoder.register_forward_hook(pass_on)
     try:
         yield True
     finally:
         handle.remove()
+
+
+def _unpatchify(vae: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function from an output and input of the decoder to frames; Wan's VAE may decode patches of pixels."""
+    patch = getattr(vae.config, "patch_size", None)
+    if patch is None:
+        return lambda decoded, latents: decoded
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+    return lambda decoded, latents: unpatchify(decoded, patch_size=patch)
+
+
+class _TileBlender:
+    """From each tile that the decoder returns to its final frames: its first ones are blended with the last tile."""
+
+    def __init__(self, vae: Any, later: slice) -> None:
+        self._vae, self._later = vae, later
+        self._last: torch.Tensor | None = None
+
+    def __call__(self, tile: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        length, stride = self._vae.tile_sample_min_num_frames, self._vae.tile_sample_stride_num_frames
+        if self._last is None:
+            whole = latents.shape[2] <= length // self._vae.temporal_compression_ratio  # a clip of one tile
+            self._last = tile
+            return tile if whole else tile[:, :, : stride + 1]
+        self._last = self._vae.blend_t(self._last, tile[:, :, self._later], length - stride)
+        return self._last[:, :, :stride]
