@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from holdover.cli import app
-from holdover.errors import ConfigError
+from holdover.errors import ConfigError, WriteError
 from holdover.video import stream_frames, write_video
 from tiny.prompted import prompted_wan
 from tiny.prompted_video import PROMPTED_VIDEOS, SMALL
@@ -61,6 +61,13 @@ def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["generate", "a cat runs", "--steps", "4", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     return result.stdout if code == 0 else result.stderr
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".a.mp4.new.mp4").symlink_to("/dev/full")
+    with pytest.raises(WriteError, match="Cannot write .*a.mp4: No space left on device."):
+        write_video(tmp_path / "a.mp4", torch.rand(60, 3, 128, 128), 16)  # more than a buffer
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".gif"])
@@ -165,6 +172,10 @@ def test_errors_come_before_work(photo: Path, tmp_path: Path, monkeypatch: pytes
     assert "must be a multiple of 4 plus 1" in run("--out", str(path), "--frames", "6", code=2)
     sizes = ("--height", "50", "--width", "64")
     assert "height must be a multiple of 16 for ShortWanPipeline, such as 48" in run("--out", str(path), *sizes, code=2)
+    assert "num_frames must be at most 125 for ShortWanPipeline, not 129." in run(
+        "--out", str(path), "--frames", "129", code=2
+    )
+    assert "width must be at most 512" in run("--out", str(path), "--height", "64", "--width", "1024", code=2)
     assert "takes no image" in run("--out", str(path), "--image", str(photo), code=2)
     assert "There is no image" in run("--out", str(path), "--image", str(tmp_path / "no.png"), code=2)
     monkeypatch.setattr("holdover.loading.load_pipeline", lambda settings: PROMPTED_VIDEOS["wan_image"]())

@@ -7,7 +7,8 @@ HoldoverError
 ├── EnableError          the cache cannot be enabled on this pipeline or transformer
 │   └── UnsupportedModelError   a held step does not reproduce a computed one
 │       └── UntraceableError    the transformer blocks were not found by tracing
-└── NotEnabledError      the cache is not on this pipeline
+├── NotEnabledError      the cache is not on this pipeline
+└── WriteError           a file cannot be written: the disk is full, or the folder does not allow it
 HoldoverWarning          something works, but perhaps not as expected
 ```
 """
@@ -48,6 +49,10 @@ class UntraceableError(UnsupportedModelError):
 
 class NotEnabledError(HoldoverError):
     """The cache is not enabled on this pipeline."""
+
+
+class WriteError(HoldoverError):
+    """A file cannot be written; nothing of it is left."""
 
 
 class HoldoverWarning(UserWarning):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .errors import ConfigError, HoldoverError
+from .errors import ConfigError, HoldoverError, WriteError
 
 __all__ = ["FORMATS", "VideoFile", "default_rate", "read_frames", "stream_frames", "write_video"]
 
@@ -86,7 +86,8 @@ class VideoFile:
                     self._temporary.replace(self.path)
         finally:
             if self._container is not None:
-                self._container.close()
+                with suppress(OSError):  # what could not be written before
+                    self._container.close()
             self._temporary.unlink(missing_ok=True)
 
     def _finish(self) -> None:
@@ -109,7 +110,7 @@ class VideoFile:
         try:
             yield
         except OSError as error:  # those of PyAV are, too
-            raise HoldoverError(f"Cannot write {self.path}: {error.strerror or error}.") from None
+            raise WriteError(f"Cannot write {self.path}: {error.strerror or error}.") from None
 
 
 def write_video(path: Path, frames: Iterable[torch.Tensor], fps: float, comment: str = "") -> None:

@@ -116,6 +116,16 @@ def video_multiples(pipe: Any) -> tuple[int, int]:
     return spatial * int(patch[-1] if isinstance(patch, (list, tuple)) else patch), temporal
 
 
+def video_limits(pipe: Any) -> dict[str, int]:
+    """The longest side and the most frames that a transformer's position embeddings are made for, where it says so."""
+    config: Any = getattr(next(iter(find_transformers(pipe).values())), "config", None) or {}
+    positions = config.get("rope_max_seq_len")  # Wan and the models made from it
+    if positions is None:
+        return {}
+    side, temporal = video_multiples(pipe)
+    return {"max_size": positions * side, "max_frames": (positions * config["patch_size"][0] - 1) * temporal + 1}
+
+
 def check_video(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse what a video pipeline cannot make, or changes in silence: `num_frames`, `fps`, `height` and `width`.
 
@@ -133,7 +143,10 @@ def check_video(pipe: Any, arguments: Mapping[str, Any]) -> None:
             if key in given and not others:
                 raise ConfigError(f"{name} generates images, not videos: it takes no {what}.")
         return
-    side, multiple = video_multiples(pipe)
+    (side, multiple), limits = video_multiples(pipe), video_limits(pipe)
+    for key, limit in (("num_frames", "max_frames"), ("height", "max_size"), ("width", "max_size")):
+        if limit in limits and isinstance(given.get(key), int) and given[key] > limits[limit]:
+            raise ConfigError(f"{key} must be at most {limits[limit]} for {name}, not {given[key]}.")
     frames = given.get("num_frames")
     if frames is not None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
         raise ConfigError(f"The number of frames must be a whole number of at least 1, not {frames!r}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from starlette.background import BackgroundTask
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -292,6 +294,7 @@ async def get_video(video_id: str, request: Request) -> schemas.Video:
     return await asyncio.to_thread(_videos(request).folder.get, video_id)
 
 
+@router.head("/v1/videos/{video_id}/content", include_in_schema=False)
 @router.get(
     "/v1/videos/{video_id}/content",
     tags=["videos"],
@@ -300,8 +303,15 @@ async def get_video(video_id: str, request: Request) -> schemas.Video:
 )
 async def video_content(video_id: str, request: Request, variant: Variant = "video") -> FileResponse:
     """The MP4 file of a completed video; `plain` is the one without a cache, if the request had `compare`."""
-    path = await asyncio.to_thread(_videos(request).folder.file, video_id, variant)
-    return FileResponse(path, media_type="video/mp4", filename=path.name, headers={"cache-control": "private"})
+    file = await asyncio.to_thread(_videos(request).folder.open, video_id, variant)
+    return FileResponse(
+        f"/dev/fd/{file.fileno()}",
+        stat_result=os.fstat(file.fileno()),
+        media_type="video/mp4",
+        filename=Path(file.name).name,
+        headers={"cache-control": "private"},
+        background=BackgroundTask(file.close),
+    )
 
 
 @router.delete("/v1/videos/{video_id}", tags=["videos"], responses=_VIDEO_ERRORS)
@@ -346,7 +356,7 @@ def _served_model(request: Request) -> schemas.Model:
         partial_images=info.partial_images,
         edits=bool(info.edit_parameters),
         video=info.video,
-        limits=schemas.Limits(**{name: getattr(state.settings, name) for name in schemas.Limits.model_fields}),
+        limits=schemas.Limits(**{name: info.limit(name, state.settings) for name in schemas.Limits.model_fields}),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import PIL.ImageOps
 import torch
 from diffusers import AutoencoderKL, AutoPipelineForImage2Image, FlowMatchEulerDiscreteScheduler
@@ -18,10 +17,9 @@ from ..engine.backend import find_transformers
 from ..errors import EnableError
 from ..loading import image_size, load_pipeline, require_packages
 from ..metrics import get_images
-from ..plan.calls import keywords_of, video_multiples
+from ..plan.calls import keywords_of, video_limits, video_multiples
 from ..plan.generation import resolve_profile
 from ..video import RATE_KEYWORDS, default_rate, stream_frames
-from ..video import to_pixels as frame_to_pixels
 from ..zoo import MODELS
 from ..zoo.emoji import STYLES, EmojiPipeline
 from .queue import ImageSpec, Pixels, Size, VideoSpec
@@ -30,11 +28,12 @@ from .settings import Settings
 from .validation import ModelInfo
 
 OnStep = Callable[[int, torch.Tensor], None]
+TakeFrame = Callable[[torch.Tensor], None]
 Decoder = Callable[[torch.Tensor, Size], torch.Tensor]
 
 
 class ServedModel:
-    """One pipeline that generates batches of images.
+    """One pipeline that generates batches of images, or videos one at a time.
 
     `editor` changes a given image: the pipeline itself if it takes one, else diffusers' image-to-image pipeline of the
     same parts, so that a cache on their transformer works in both; None if there is none. `profile` is the shipped one
@@ -56,10 +55,21 @@ class ServedModel:
                 one.set_progress_bar_config(disable=True)
 
     def generate(self, batch: Sequence[ImageSpec], on_step: OnStep) -> Pixels:
-        """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter.
+        """Images of one batch, (B, H, W, 3) bytes; each has its own random generator, so the batch does not matter."""
+        pipeline, call = self._call(batch, on_step)
+        return to_pixels(pipeline(**call).images)
 
-        A video is alone in its batch; these are its frames.
-        """
+    def generate_video(self, spec: VideoSpec, on_step: OnStep, take: TakeFrame) -> None:
+        """Pass the frames of a video, (3, H, W) in [0, 1], to `take`: as they are decoded, where the VAE allows it."""
+        pipeline, call = self._call([spec], on_step)
+        with stream_frames(pipeline, take) as streamed:
+            output = pipeline(**call)
+        if not streamed:
+            for frame in get_images(output)[0]:
+                take(frame)
+
+    def _call(self, batch: Sequence[ImageSpec], on_step: OnStep) -> tuple[Any, dict[str, Any]]:
+        """The pipeline that generates a batch, and the arguments of its call."""
 
         def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             on_step(step, tensors["latents"])
@@ -82,7 +92,7 @@ class ServedModel:
             optional["callback_on_step_end"] = on_step_end
         if first.negative_prompt:
             optional["negative_prompt"] = [one.negative_prompt for one in batch]
-        call = optional | {
+        return pipeline, optional | {
             "prompt": [one.prompt for one in batch],
             "height": first.size[1],
             "width": first.size[0],
@@ -90,14 +100,6 @@ class ServedModel:
             "generator": [torch.Generator().manual_seed(one.seed) for one in batch],
             "output_type": "pt",
         }
-        if not isinstance(first, VideoSpec):
-            return to_pixels(pipeline(**call).images)
-        frames: list[Pixels] = []
-        with stream_frames(pipeline, lambda frame: frames.append(frame_to_pixels(frame))) as streamed:
-            output = pipeline(**call)
-        if not streamed:  # the video in floats is there only once
-            frames = [frame_to_pixels(frame) for frame in get_images(output)[0]]
-        return np.stack(frames)
 
     def close(self) -> None:
         """Release what the model uses outside this process: nothing."""
@@ -188,6 +190,7 @@ def _video_model_info(name: str, pipeline: Any) -> ModelInfo:
         size_multiple=multiple,
         fixed_size=False,
         partial_images=False,
+        limits=video_limits(pipeline),
         guidance=_default_number(parameters, "guidance_scale"),
         cfg_scale=_default_number(parameters, "true_cfg_scale"),
         video=VideoDefaults(

@@ -21,8 +21,8 @@ from diffusers import TensorParallelConfig
 from ..engine.backend import find_transformers
 from ..errors import EnableError, HoldoverError
 from ..loading import choose_device, place_pipeline, prepare_pipeline
-from .model import OnStep, ServedModel
-from .queue import ImageSpec, Pixels
+from .model import OnStep, ServedModel, TakeFrame
+from .queue import ImageSpec, Pixels, VideoSpec
 from .settings import Settings
 from .worker import CacheSwitch, CancelledGenerationError
 
@@ -38,6 +38,14 @@ class SplitModel(ServedModel):
         self._messages, self._others = messages, others
 
     def generate(self, batch: Sequence[ImageSpec], on_step: OnStep) -> Pixels:
+        return super().generate(batch, self._lead(batch, on_step))
+
+    def generate_video(self, spec: VideoSpec, on_step: OnStep, take: TakeFrame) -> None:
+        super().generate_video(spec, self._lead([spec], on_step), take)
+
+    def _lead(self, batch: Sequence[ImageSpec], on_step: OnStep) -> OnStep:
+        """Send a batch to the other processes; returns what tells them after each step whether to continue."""
+
         def on_step_of_all(step: int, latents: torch.Tensor) -> None:
             error: Exception | None = None
             try:
@@ -49,7 +57,7 @@ class SplitModel(ServedModel):
                 raise error
 
         self._messages.send(list(batch))
-        return super().generate(batch, on_step_of_all)
+        return on_step_of_all
 
     def close(self) -> None:
         """End the other processes."""
@@ -151,6 +159,9 @@ def follow(model: ServedModel, messages: Messages) -> None:
         try:
             switch = switch or CacheSwitch(model.pipeline, cache)
             with switch.use(cache):
-                model.generate(batch, on_step)
+                if isinstance(batch[0], VideoSpec):
+                    model.generate_video(batch[0], on_step, lambda frame: None)
+                else:
+                    model.generate(batch, on_step)
         except (CancelledGenerationError, HoldoverError) as error:  # rank 0 raises and answers it too
             logger.debug("%r", error)

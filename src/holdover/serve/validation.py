@@ -56,6 +56,7 @@ class ModelInfo:
     multiples of `size_multiple`. `parameters` are those of the pipeline's call, `edit_parameters` those of the call
     with an image, none if it takes no image. `guidance`, `cfg_scale` and `strength` are their defaults, None if
     it has no such parameter. `video` is None if it generates images. `has_profile`: whether a profile of it ships.
+    `limits` are what the model itself allows, by the name of the server's setting.
     """
 
     name: str
@@ -74,6 +75,12 @@ class ModelInfo:
     strength: float | None = None
     video: VideoDefaults | None = None
     has_profile: bool = False
+    limits: dict[str, int] = field(default_factory=dict)
+
+    def limit(self, name: str, settings: Settings) -> int:
+        """The largest value that a request may have: the server's, or less if the model allows less."""
+        allowed: int = getattr(settings, name)
+        return min(allowed, self.limits.get(name, allowed))
 
 
 def check_kind(model: ModelInfo, video: bool) -> None:
@@ -161,10 +168,10 @@ def validate_video(
     if request.fps is not None and fps != int(fps) and parameters & {"fps", "frame_rate"}:
         raise invalid(f"fps is {fps:g}; {model.name} takes whole numbers.", "fps")
     frames = _frames(request, video, model.name, fps)
-    if frames > settings.max_frames:
+    if frames > (most := model.limit("max_frames", settings)):
         name = "num_frames" if request.seconds is None else "seconds"
-        raise too_large(f"The video has {frames} frames; this server allows at most {settings.max_frames}.", name)
-    size = _output_size(request.size, model, settings.max_size, image)
+        raise too_large(f"The video has {frames} frames; this server allows at most {most}.", name)
+    size = _output_size(request.size, model, model.limit("max_size", settings), image)
     guidance = _guidance(request, model.name, parameters)
     if request.guidance_scale_2 is not None:
         if "guidance_scale_2" not in parameters:
@@ -242,7 +249,7 @@ def _output_size(size: str | None, model: ModelInfo, max_size: int, image: Image
         multiple, scale = model.size_multiple, 1.0
         if model.video is not None:  # time and memory grow with the area: that of the default, in the image's shape
             scale = min(1.0, math.sqrt(model.size[0] * model.size[1] / (image.width * image.height)))
-        width, height = (max(int(side * scale) // multiple, 1) * multiple for side in image.size)
+        width, height = (max(min(int(side * scale), max_size) // multiple, 1) * multiple for side in image.size)
         return width, height
     width, height = (int(side) for side in size.split("x"))
     if max(width, height) > max_size:

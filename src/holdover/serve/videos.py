@@ -2,7 +2,8 @@
 
 The folder is the truth: a record is replaced atomically, so it survives the server. Several processes may share the
 folder: each reads and changes it under a lock on the file `.lock`. A process also holds a lock on a file of its own
-while it lives; a job whose process does not hold it any more has failed.
+while it lives; a job whose process does not hold it any more has failed, unless its MP4, which appears under its name
+only when it is complete, is there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, BinaryIO, Literal
 
 from pydantic import ValidationError
 
@@ -37,6 +38,8 @@ _ID = re.compile(r"video_[0-9a-f]{28}")
 _BYTES_PER_PIXEL = 0.5  # of an MP4, more than usual: for the check before the work
 _CLEAN_EVERY = 300.0  # seconds
 _RESTARTED = VideoError(code="server_stopped", message="The server stopped before the video was finished.")
+_ENDED = ("completed", "failed")
+_UNRECORDED = "The server stopped before it had recorded how this video was generated."
 _SHUT_DOWN = VideoError(code="server_stopped", message="The server was shut down before the video was finished.")
 Variant = Literal["video", "plain"]
 
@@ -103,26 +106,18 @@ class VideoFolder:
     def save(self, record: Record) -> bool:
         """Replace the record of a job of this process; False if the video was deleted.
 
-        If that is impossible, because the disk is full, the record is kept for as long as this process lives.
+        A record that cannot be written, because the disk is full, is kept until it can. A job that has ended stays so.
         """
         try:
             with self._locked():
-                if record.id not in self._active or not self._record(record.id).exists():
+                if not self._record(record.id).exists():
                     self._remove(record.id)
                     return False
-                if record.status in ("completed", "failed"):
-                    record = record.model_copy(update={"expires_at": self._expiry()})
-                self._active[record.id] = record
-                if record.status == "failed":
-                    self._remove_files(record.id)
-                self._write(record)
-                if record.status in ("completed", "failed"):
-                    del self._active[record.id]
-                    self._purge()
+                current = self._active.get(record.id)
+                if current is not None and current.status not in _ENDED:
+                    self._save(record)
         except OSError as error:
             logger.error("the record of %s cannot be written: %s", record.id, error.strerror)
-            if record.id in self._active:
-                self._active[record.id] = record
         return True
 
     def delete(self, video: str) -> None:
@@ -131,24 +126,29 @@ class VideoFolder:
             self._get(video)
             self._remove(video)
 
-    def file(self, video: str, variant: Variant) -> Path:
-        """The file of a finished video."""
-        record = self.get(video)
-        if record.status == "failed":
-            raise invalid(f"The video failed: {record.error and record.error.message}", "video_id", "video_failed")
-        if record.status != "completed":
-            raise invalid(f"The video is not finished: {record.progress} %.", "video_id", "video_not_ready")
-        if variant == "plain" and record.comparison is None:
-            raise invalid("Only a video generated with compare has the variant plain.", "variant")
-        return self.path / (f"{video}.plain.mp4" if variant == "plain" else f"{video}.mp4")
+    def open(self, video: str, variant: Variant) -> BinaryIO:
+        """The file of a finished video, which can be read to its end even if the video is deleted meanwhile."""
+        with self._errors(), self._locked():
+            record = self._get(video)
+            if record.status == "failed":
+                raise invalid(f"The video failed: {record.error and record.error.message}", "video_id", "video_failed")
+            if record.status != "completed":
+                raise invalid(f"The video is not finished: {record.progress} %.", "video_id", "video_not_ready")
+            if variant == "plain" and record.comparison is None:
+                raise invalid("Only a video generated with compare has the variant plain.", "variant")
+            try:
+                return (self.path / (f"{video}.plain.mp4" if variant == "plain" else f"{video}.mp4")).open("rb")
+            except FileNotFoundError:
+                raise ApiError(404, f"The file of {video} is gone.", "video_not_found", "video_id") from None
 
     def purge(self) -> None:
-        """Delete what is over the limits."""
+        """Write what could not be written before, and delete what is over the limits."""
         with contextlib.suppress(OSError), self._locked():
             self._purge()
 
     def close(self) -> None:
-        """Release the lock of this process."""
+        """Write what could not be written before, and release the lock of this process."""
+        self.purge()
         with self._lock:
             if self._alive is not None:
                 Path(self._alive.name).unlink(missing_ok=True)
@@ -185,8 +185,24 @@ class VideoFolder:
             raise ApiError(404, f"There is no video {video[:100]!r}.", "video_not_found", "video_id")
         return record
 
+    def _save(self, record: Record) -> None:
+        """Write the record of a job of this process, and forget the job when it has ended."""
+        ended = record.status in _ENDED
+        if ended:
+            record = record.model_copy(update={"expires_at": self._expiry()})
+        self._active[record.id] = record
+        if record.status == "failed":
+            self._remove_files(record.id)
+        self._write(record)
+        if ended:
+            del self._active[record.id]
+            self._purge()
+
     def _read(self, video: str) -> Record | None:
-        """A record, or None if there is none or its time is over; it has failed if its process is gone."""
+        """A record, or None if there is none or its time is over.
+
+        If its process is gone, it has failed, unless its MP4 is complete.
+        """
         if video in self._active:
             return self._active[video]
         try:
@@ -196,11 +212,18 @@ class VideoFolder:
         except ValidationError:
             logger.warning("%s is not a record of a video", self._record(video))
             return None
-        if record.status not in ("completed", "failed") and not self._is_alive(record.owner):
-            changes = {"status": "failed", "error": _RESTARTED, "expires_at": self._expiry()}
-            record = record.model_copy(update=changes)
-            self._remove_files(video)
-            self._write(record)
+        if record.status not in _ENDED and not self._is_alive(record.owner):
+            changes: dict[str, object] = {"expires_at": self._expiry()}
+            with contextlib.suppress(OSError):  # the disk is full: this is found again
+                finished = self.path / f"{video}.mp4"
+                if finished.exists():
+                    changes |= {"status": "completed", "progress": 100, "notes": [*record.notes, _UNRECORDED]}
+                    changes |= {"completed_at": int(finished.stat().st_mtime)}
+                    record = record.model_copy(update=changes)
+                else:
+                    record = record.model_copy(update=changes | {"status": "failed", "error": _RESTARTED})
+                    self._remove_files(video)
+                self._write(record)
         if record.expires_at is not None and record.expires_at <= time.time():
             self._remove(video)
             return None
@@ -244,16 +267,22 @@ class VideoFolder:
     def _purge(self) -> None:
         """Delete what is too old, then the oldest finished videos while all together are too large, but not the last.
 
-        Files without a record are what a process left that ended while it wrote or deleted.
+        Files without a record are what a process left that ended while it wrote or deleted; a record that cannot be
+        read may be one of another version.
         """
+        for ended in [one for one in self._active.values() if one.status in _ENDED]:
+            with contextlib.suppress(OSError):  # still no room
+                self._write(ended)
+                del self._active[ended.id]
         records = {one: record for one in sorted(self._ids()) if (record := self._read(one)) is not None}
+        unread = {one for one in self._ids() if one not in records}
         sizes: dict[str, int] = {}
         for path in (*self.path.glob("video_*mp4"), *self.path.glob(".video_*")):
             video = path.name.lstrip(".").partition(".")[0]
             with contextlib.suppress(FileNotFoundError):
                 if video in records:
                     sizes[video] = sizes.get(video, 0) + path.stat().st_size
-                elif _ID.fullmatch(video):
+                elif video not in unread and _ID.fullmatch(video):
                     path.unlink()
         finished = [one for one, record in records.items() if record.status == "completed"]
         for one in finished[:-1]:
@@ -341,7 +370,9 @@ class VideoJobs:
 
     async def _abandon(self, video: str) -> None:
         item, task = self._tasks[video]
-        item.future.cancel()
+        if not item.future.cancel():  # it has just ended: its task is writing that
+            await asyncio.wait([task])
+            return
         task.cancel()
         await asyncio.wait([task])
         with contextlib.suppress(ApiError):  # it was deleted

@@ -25,17 +25,18 @@ from ..base import CacheBackend
 from ..config import Config
 from ..engine.backend import find_transformers
 from ..engine.method import NoneConfig
-from ..errors import HoldoverError
+from ..errors import HoldoverError, WriteError
 from ..plan.generation import resolve_profile
 from ..profiles import MethodProfile, Profile, find
 from ..profiles.hub import pin
 from ..prompt_embed_cache import PromptEmbedCache, install_prompt_embed_cache, resolve_prompt_embed_cache_config
 from ..selector import backend_for_config, own_config
 from ..stats import GenerationStats
-from ..video import write_video
+from ..video import VideoFile
+from ..video import to_pixels as frame_to_pixels
 from .errors import ApiError, internal, invalid, storage_failed, unavailable
 from .metrics import WorkerMetrics
-from .model import OnStep, PreviewDecoder, ServedModel, load_model
+from .model import OnStep, PreviewDecoder, ServedModel, TakeFrame, load_model
 from .queue import (
     BatchQueue,
     GeneratedImage,
@@ -82,7 +83,7 @@ class Worker(ImageBackend):
         self._profile, self._notes = ProfileReport(), list[str]()
         self._totals: defaultdict[str, MethodTotals] = defaultdict(MethodTotals)
         self._last: GenerationInfo | None = None
-        self._plain: tuple[VideoSpec, Pixels, GenerationInfo] | None = None  # the last video without a cache
+        self._plain: tuple[VideoSpec, list[Pixels], GenerationInfo] | None = None  # the last video without a cache
         self._new_defaults: queue.SimpleQueue[tuple[Config, Future[None]]] = queue.SimpleQueue()
         self._failures = 0  # in a row
         self._thread = threading.Thread(target=self._run, name="holdover-worker", daemon=True)
@@ -201,6 +202,8 @@ class Worker(ImageBackend):
             self._metrics.cancelled.inc(len(batch))
         except ApiError as error:
             _fail(batch, error)
+        except WriteError as error:
+            _fail(batch, storage_failed(str(error)))
         except HoldoverError as error:
             given = [name for name in ("target", "quality") if cache.as_dict().get(name) is not None]
             param = f"cache.{given[0]}" if given else "cache"
@@ -279,13 +282,14 @@ class Worker(ImageBackend):
         return infos
 
     def _generate_video(self, item: QueueItem, spec: VideoSpec, model: ServedModel, switch: CacheSwitch) -> None:
-        """Generate a video, first without a cache if it is compared, and write its files.
+        """Generate a video, and write each frame when it is decoded.
 
-        The frames of the last video without a cache are kept: other settings of a method are compared with them.
+        A video that is compared is generated without a cache first, and both are written at the end. The frames of the
+        last one without a cache are kept: other settings of a method are compared with them.
         """
         start, steps, plain = time.monotonic(), 0, self._plain
 
-        def run(one: VideoSpec) -> tuple[VideoSpec, Pixels, GenerationInfo]:
+        def run(one: VideoSpec, take: TakeFrame) -> GenerationInfo:
             begun = time.monotonic()
 
             def on_step(step: int, latents: torch.Tensor) -> None:
@@ -294,33 +298,46 @@ class Worker(ImageBackend):
 
             with switch.use(one.cache) as backend:
                 _check_cancelled([item])  # setting a method up may take a while
-                pixels = model.generate([one], on_step)
+                model.generate_video(one, on_step, take)
                 stats = backend.stats().last or GenerationStats(one.cache.method, {})
-            return one, pixels, self._record([one], [start - item.submitted], stats, begun)[0]
+            return self._record([one], [start - item.submitted], stats, begun)[0]
 
         uncached = replace(spec, cache=NoneConfig(), compare=False, path="", request_id="")
         if plain is None or plain[0] != uncached or not spec.compare:
             plain = None
         total = spec.steps * (2 if spec.compare and plain is None else 1)
         if spec.compare and plain is None:
-            self._plain = None  # no third video in memory
-            plain = self._plain = run(uncached)
+            self._plain, frames = None, list[Pixels]()  # no third video in memory
+            info = run(uncached, lambda frame: frames.append(frame_to_pixels(frame)))
+            plain = self._plain = uncached, frames, info
             steps = spec.steps
-        _, pixels, info = run(spec)
         comparison = None
-        if plain is not None:
-            comparison = compare_videos(plain[1], pixels, plain[2], info)
-            _write_video(spec, spec.plain_path, plain[1], plain[2])
-        _check_cancelled([item])
-        _write_video(spec, spec.path, pixels, info)
+        if plain is None:
+            with _video_file(spec, spec.path, spec.cache) as file:
+                info = run(spec, file.add)
+                _check_cancelled([item])
+        else:
+            cached = list[Pixels]()
+            info = run(spec, lambda frame: cached.append(frame_to_pixels(frame)))
+            comparison = compare_videos(plain[1], cached, plain[2], info)
+            for path, pixels, cache in (
+                (spec.plain_path, plain[1], uncached.cache),
+                (spec.path, cached, spec.cache),
+            ):
+                with _video_file(spec, path, cache) as file:
+                    for frame in pixels:
+                        file.add(torch.from_numpy(frame).movedim(-1, 0) / 255)
+                    _check_cancelled([item])
         self._queue.admission.record(time.monotonic() - start)
         if not item.notify(GeneratedVideo(info, comparison)):  # it was deleted meanwhile
             for path in (spec.path, spec.plain_path):
                 Path(path).unlink(missing_ok=True)
 
 
-def compare_videos(plain: Pixels, cached: Pixels, before: GenerationInfo, after: GenerationInfo) -> VideoComparison:
-    """The difference between two videos of (F, H, W, 3) bytes, and between the times they took."""
+def compare_videos(
+    plain: Sequence[Pixels], cached: Sequence[Pixels], before: GenerationInfo, after: GenerationInfo
+) -> VideoComparison:
+    """The difference between two videos, of frames of (H, W, 3) bytes, and between the times they took."""
     errors = [float(((a.astype(np.float64) - b) ** 2).mean()) / 255**2 for a, b in zip(plain, cached, strict=True)]
     decibels = [-10 * math.log10(error) if error else None for error in (*errors, fmean(errors))]
     return VideoComparison(
@@ -332,14 +349,10 @@ def compare_videos(plain: Pixels, cached: Pixels, before: GenerationInfo, after:
     )
 
 
-def _write_video(spec: VideoSpec, path: str, pixels: Pixels, info: GenerationInfo) -> None:
-    """Write an MP4 that says how it was generated, without its prompt."""
-    frames = (torch.from_numpy(frame).movedim(-1, 0) / 255 for frame in pixels)
-    comment = {name: getattr(info, name) for name in ("seed", "steps", "method", "settings")}
-    try:
-        write_video(Path(path), frames, spec.fps, json.dumps(comment))
-    except HoldoverError as error:
-        raise storage_failed(str(error)) from error
+def _video_file(spec: VideoSpec, path: str, cache: Config) -> VideoFile:
+    """An MP4 file that says how its video was generated, without its prompt."""
+    comment = {"seed": spec.seed, "steps": spec.steps, "method": cache.method, "settings": cache.as_dict()}
+    return VideoFile(Path(path), spec.fps, json.dumps(comment))
 
 
 def _check_cancelled(batch: Sequence[QueueItem]) -> None:
