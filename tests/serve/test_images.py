@@ -163,3 +163,10 @@ def test_names_and_values_that_are_no_text_are_errors(videos: Client, server: Se
             more = ', "num_frames": 5' if path == "/v1/videos" else ""
             answer = post(client, path, f'{{"prompt": "x", {fields}{more}}}', JSON)
             assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("data", ["!", "\u00e9\u00e9\u00e9\u00e9"])
+def test_a_reference_that_is_not_base64_is_an_error(videos: Client, data: str) -> None:
+    request = {"prompt": "x", "input_reference": {"image_url": f"data:image/png;base64,{data}"}}
+    answer = post(videos, "/v1/videos", json.dumps(request), JSON)
+    assert message(answer, 400, "input_reference") == "input_reference is not in base64."

@@ -97,7 +97,7 @@ async def read_video_request(request: Request, settings: Settings) -> tuple[Vide
             if not head.startswith("data:"):
                 raise invalid("image_url must be a data: URL, or send a file: this server fetches nothing.", field)
             files.append(base64.b64decode(data, validate=True))
-        except binascii.Error:
+        except ValueError:  # also for text that is not ASCII
             raise invalid(f"{field} is not in base64.", field) from None
     if len(files) > 1:
         raise invalid(f"One image is needed, not {len(files)}.", field)
