@@ -161,7 +161,9 @@ def _validated(cls: type[Config], field: dataclasses.Field[Any], value: Any) -> 
     except ValidationError as error:
         kinds = {entry["type"] for entry in error.errors()}
     if kinds <= _OUT_OF_RANGE:
-        wanted, given = allowed_values(field) or "a finite number", repr(value)
+        wanted, given = allowed_values(field), repr(value)
+        if "finite_number" in kinds:
+            wanted = f"a finite number of {wanted}" if wanted else "a finite number"
     else:
         annotated = typing.get_type_hints(cls)[field.name]
         wanted = str(annotated).replace("typing.", "") if typing.get_origin(annotated) else annotated.__name__

@@ -28,7 +28,9 @@ _UNKNOWN_SIDE = 1024  # of an image, where the pipeline does not say how large i
 class ModelSettings(Config):
     """Which pipeline to load, where to put it and in what form, and the arguments that all its calls share."""
 
-    model: str = setting("emoji", doc="emoji, the folder of a diffusers pipeline, or the id of a checkpoint")
+    model: str = setting(
+        "emoji", doc="emoji, emoji-motion, the folder of a diffusers pipeline, or the id of a checkpoint"
+    )
     device: str = setting("auto", doc="cpu, cuda, cuda:1, mps; auto uses the GPU if there is one")
     dtype: str = setting(
         "auto",
@@ -71,8 +73,9 @@ class ModelSettings(Config):
                 raise ConfigError(f"The folder {self.model!r} does not exist.")
             if "/" not in self.model:
                 hint = did_you_mean(self.model, MODELS)
+                names = ", ".join(map(repr, MODELS))
                 raise ConfigError(
-                    f"There is no model {self.model!r}.{hint} Give 'emoji', a folder or an id like 'owner/name'."
+                    f"There is no model {self.model!r}.{hint} Give {names}, a folder or an id like 'owner/name'."
                 )
         if self.device == "cpu":
             self.check_offload()

@@ -117,6 +117,7 @@ def test_a_model_from_a_folder(tmp_path: Path) -> None:
         (("dog", "--quality", "high", "--set", "budget=3"), "one of budget, target, quality and schedule, not budget"),
         (("dog", "--quality", "high", "--set", "quality=draft"), "The setting 'quality' is given twice."),
         (("dog", "--model", "emojy"), "There is no model 'emojy'. Did you mean 'emoji'?"),
+        (("dog", "--model", "emojy"), "Give 'emoji', 'emoji-motion', a folder or an id like 'owner/name'."),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -133,6 +134,30 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     _, err = run("dog", "--out", str(tmp_path / "file" / "folder"), code=2)
     assert err.startswith(f"Error: Cannot write to {tmp_path / 'file' / 'folder'}: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["clip.avi", "clip.MOV", "clip.mkv", "clip.webm", "clip.m4v", "dog.png", "dog.JPG"])
+def test_a_file_in_another_format_is_refused(name: str, tmp_path: Path) -> None:
+    formats = "give a .mp4 or .gif or .webp file for a video, else a folder."
+    _, err = run("dog", "--out", str(tmp_path / name), code=2)
+    assert err == f"Error: {tmp_path / name} is in no format that is written: {formats}\n"
+    assert list_images(tmp_path) == []
+
+
+def test_a_folder_may_have_dots_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "old.png").mkdir()  # a folder already
+    for name in ("run-0.1", "v1.5", "old.png"):
+        run("dog", "--steps", "1", "--guidance", "1", "--out", str(tmp_path / name))
+        assert list_images(tmp_path / name) == ["dog-seed0.png"]
+
+
+@pytest.mark.parametrize("model", ["emoji", "emoji-motion"])
+def test_an_image_that_does_not_fit_on_the_disk_is_named_and_removed(model: str, tmp_path: Path) -> None:
+    (tmp_path / "dog-seed0.png.new").symlink_to("/dev/full")
+    few = ("--steps", "1", "--guidance", "1")
+    _, err = run("dog", "--model", model, *few, "--out", str(tmp_path), code=2)
+    assert err.splitlines()[-1] == f"Error: Cannot write {tmp_path / 'dog-seed0.png'}: No space left on device."
+    assert list_images(tmp_path) == []
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:

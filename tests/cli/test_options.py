@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,8 +278,18 @@ def test_a_full_disk_is_noticed_before_the_first_image(tmp_path: Path, monkeypat
     monkeypatch.setattr(options.shutil, "disk_usage", lambda path: usage(10, 9, 1))
     for command in (("generate", "dog"), ("compare", "--prompt", "dog", "--method", "none")):
         _, err = run(*command, "--out", tmp_path, code=2)
-        assert f"The disk of {tmp_path} has 0 MB of room, and about " in err
+        assert f"The disk of {tmp_path} has 0 kB of room, and about " in err
     assert list(tmp_path.rglob("*.png")) == []
+
+
+@pytest.mark.parametrize(("free", "said"), [(41_200, "41 kB"), (1_000_000, "1 MB")])
+def test_sizes_on_a_disk_are_in_units_that_show_them(
+    free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(ConfigError, match=f"has {said} of room, and about 12 MB are needed"):
+        options.check_room(tmp_path, 12e6)
+    options.check_room(tmp_path, free)
 
 
 def test_arguments_that_a_pipeline_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import holdover
@@ -282,6 +284,37 @@ class TestFolder:
         compare(pipe, spec(HOLDS, NONE), tmp_path, seen)
         assert "holds" not in seen.started
         assert seen.started[0] == "none"
+
+    @pytest.mark.parametrize("name", ["results.json", "images/holds-*-0.png"])
+    def test_a_file_that_does_not_fit_on_the_disk_is_named_and_removed(
+        self, pipe: Any, tmp_path: Path, name: str
+    ) -> None:
+        compare(pipe, spec(NONE, HOLDS), tmp_path)
+        (path,) = tmp_path.glob(name)
+        path.unlink()
+        new = path.with_name(path.name + ".new")
+        new.symlink_to("/dev/full")
+        said = f"Cannot write {path}: No space left on device."
+        if name == "results.json":
+            with pytest.raises(HoldoverError, match=re.escape(said)):
+                compare(pipe, spec(NONE, HOLDS), tmp_path)
+        else:
+            (tmp_path / "results.json").unlink()  # so that it is generated again
+            results = compare(pipe, spec(NONE, HOLDS), tmp_path)
+            assert results.row("holds").error == f"HoldoverError: {said}"
+        assert not new.is_symlink()
+        assert not path.exists()
+
+    def test_a_reference_that_does_not_fit_is_named(
+        self, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(tensors: Any, path: Path) -> None:  # what safetensors raises; it writes to no device
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr("holdover.compare.results.save_file", fail)
+        path = tmp_path / "reference" / "0.safetensors"
+        with pytest.raises(HoldoverError, match=re.escape(f"Cannot write {path}: No space left on device.")):
+            compare(pipe, spec(HOLDS), tmp_path)
 
     def test_candidates_may_be_added_and_removed(self, pipe: Any, tmp_path: Path) -> None:
         compare(pipe, spec(HOLDS), tmp_path)

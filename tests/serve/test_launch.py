@@ -42,6 +42,8 @@ def run(*arguments: str) -> tuple[int, str]:
             "MagCacheConfig has no setting 'mag_treshold'. Did you mean 'mag_threshold'?",
         ),
         (["--port", "70000"], "Settings.port must be at least 0 and at most 65535, not 70000."),
+        (["--video-hours", "inf"], "video_hours must be a finite number; 0 keeps the videos."),
+        (["--max-wait", "inf"], "Settings.max_wait must be a finite number of at least 0, not inf."),
         (["--max-batch", "0"], "Settings.max_batch must be at least 1, not 0."),
         (["--queue-size", "2"], "max_images is 4, but the queue holds only 2: raise queue_size."),
         (["--dtype", "int8"], "Settings.dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'int8'."),
@@ -58,6 +60,8 @@ def test_every_setting_is_a_flag() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
     flags = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", shown)}
     assert set(Settings.field_names()) - {"model"} <= flags
+    assert "OpenAI's image and video API" in shown
+    assert "Emoji, emoji-motion, the folder of a diffusers pipeline" in " ".join(shown.split())
 
 
 def test_the_help_imports_nothing_heavy() -> None:

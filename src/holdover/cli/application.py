@@ -113,7 +113,7 @@ def models(name: Annotated[str | None, typer.Argument(help="A transformer class;
 @app.command()
 def info(
     model: Annotated[
-        str | None, typer.Option(help="Show its blocks too: emoji, a folder, or a checkpoint's id.")
+        str | None, typer.Option(help="Show its blocks too: emoji, emoji-motion, a folder, or a checkpoint's id.")
     ] = None,
 ) -> None:
     """Show versions, the device and the blocks of a model: what a bug report needs."""

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from ..stats import GenerationStats
 
 
+_VIDEOS = (".mp4", ".gif", ".webp")  # as video.FORMATS, which imports torch
+_OTHER_FILES = (  # endings that mean a file; with any other one, as in run-0.1, it is a folder
+    *(".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv"),
+    *(".png", ".apng", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
+)
+
+
 @app.command()
 @takes_model
 def generate(
@@ -57,7 +64,10 @@ def generate(
     from ..selector import check_settings
 
     check_range(1, num=num)
-    is_video = out.suffix.lower() in (".mp4", ".gif", ".webp")
+    is_video = out.suffix.lower() in _VIDEOS
+    if out.suffix.lower() in _OTHER_FILES and not out.is_dir():
+        formats = " or ".join(_VIDEOS)
+        raise ConfigError(f"{out} is in no format that is written: give a {formats} file for a video, else a folder.")
     if is_video and num > 1:
         raise ConfigError(f"{out} is one video file: give a folder for --num {num}, or generate one.")
     if is_video and out.exists():
@@ -160,7 +170,7 @@ def _write_image(image: torch.Tensor, folder: Path, settings: dict[str, Any]) ->
     """Save an image, or a video as an animated PNG, with the settings that generate it again; replaces no file."""
     from PIL.PngImagePlugin import PngInfo
 
-    from ..compare.results import to_pil
+    from ..compare.results import replace_file, to_pil
 
     metadata = PngInfo()
     metadata.add_text("Software", f"holdover {__version__}")
@@ -174,7 +184,8 @@ def _write_image(image: torch.Tensor, folder: Path, settings: dict[str, Any]) ->
     video: dict[str, Any] = {}
     if rest:
         video = {"save_all": True, "append_images": rest, "duration": round(1000 / settings["fps"])}
-    first.save(path, pnginfo=metadata, **video)
+    with replace_file(path) as new:
+        first.save(new, "PNG", pnginfo=metadata, **video)
     return path
 
 

@@ -97,6 +97,5 @@ def check_room(folder: Path, needed: float) -> None:
     """Refuse to start what the disk has no room for; `needed` is an estimate in bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigError(
-            f"The disk of {folder} has {free / 1e6:.0f} MB of room, and about {needed / 1e6:.0f} MB are needed."
-        )
+        room, least = (f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in (free, needed))
+        raise ConfigError(f"The disk of {folder} has {room} of room, and about {least} are needed.")

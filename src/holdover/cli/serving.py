@@ -45,7 +45,7 @@ _HINTS = typing.get_type_hints(RaySettings)
 _RAY = keyword_parameter("ray", False, Annotated[bool, typer.Option("--ray", help="Serve with many replicas, on Ray.")])
 _FIELDS = (make_parameter(field, _HINTS[field.name], field.name == "model") for field in RaySettings.settings())
 set_parameters(serve, [*_FIELDS, _RAY])
-serve.__doc__ = f"""Serve a model over HTTP, in the shape of OpenAI's image API, with a web page at /.
+serve.__doc__ = f"""Serve a model over HTTP, in the shape of OpenAI's image and video API, with a web page at /.
 
 Clients must send a key if {API_KEYS} is set to a comma-separated list of keys.
 """

@@ -10,6 +10,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..errors import ConfigError, HoldoverError
+from ..errors import ConfigError, HoldoverError, WriteError
 from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
 from ..video import write_video
 
@@ -140,9 +142,8 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write a results file; an existing one is replaced only once the new one is complete."""
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
-        temporary.replace(path)
+        with replace_file(path) as new:
+            new.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", "utf-8")
 
     def __str__(self) -> str:
         label = max(len(row.label) for row in (self.reference, *self.rows))
@@ -195,9 +196,8 @@ class Folder:
     def save_reference(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """Store one uncached output, in floats; return it as `load_reference` does."""
         path = self._reference / f"{number}.safetensors"
-        temporary = path.with_suffix(".new")
-        save_file({"output": output.contiguous()}, temporary)
-        temporary.replace(path)
+        with replace_file(path) as new:
+            save_file({"output": output.contiguous()}, new)
         return load_file(path)["output"]
 
     def clear_reference(self) -> None:
@@ -211,7 +211,8 @@ class Folder:
         """Write an image (C, H, W) as PNG, or a video (F, C, H, W) as a clip; return its path within the folder."""
         name = self._name(candidate, f"{number}{suffix}{'.png' if image.ndim == 3 else self._clips}")
         if image.ndim == 3:
-            to_pil(image).save(self.root / name)
+            with replace_file(self.root / name) as new:
+                to_pil(image).save(new, "PNG")
         else:
             self._write_clip(name, iter(image), fps)
         return name
@@ -267,6 +268,20 @@ def prepare_folder(path: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"Cannot write to {path}: {error.strerror}.") from None
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Where to write a new file, which then replaces `path`; an error names `path` and leaves nothing of the file."""
+    new = path.with_name(path.name + ".new")
+    try:
+        yield new
+        new.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or re.sub(r".*I/O error: | \(os error.*", "", str(error))
+        raise WriteError(f"Cannot write {path}: {reason}.") from None
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..compare import Results, Row
+from ..compare.results import replace_file
 from ..errors import HoldoverError
 from ..metrics import METRICS, as_images
 from ..video import read_frames, write_video
@@ -41,9 +42,8 @@ def write_report(
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = pages.get_template("report.html").render(page=build_page(results, Path(folder), prediction))
     path = Path(folder) / name
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
+    with replace_file(path) as new:
+        new.write_text(text, "utf-8")
     return path
 
 

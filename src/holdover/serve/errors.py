@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,8 +40,8 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.code, self.param = code, param
+        super().__init__(status, _encodable(message), dict(headers or {}))
+        self.code, self.param = code, None if param is None else _encodable(param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -51,9 +52,26 @@ class ApiError(HTTPException):
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON may have and UTF-8 may not."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """The request is wrong."""
     return ApiError(400, message, code, param)
+
+
+def invalid_json(error: ValueError | RecursionError) -> ApiError:
+    """The body is not JSON that this server reads; `error` is that of `json.loads`."""
+    reason = "a number in it has too many digits"  # the other ValueError
+    if isinstance(error, json.JSONDecodeError):
+        reason = str(error)
+    elif isinstance(error, UnicodeDecodeError):
+        reason = "it is not text in UTF-8"
+    elif isinstance(error, RecursionError):
+        reason = "it is nested too deeply"
+    return invalid(f"The request is not JSON: {reason}.", code="invalid_json")
 
 
 def too_large(message: str, param: str | None = None) -> ApiError:
@@ -128,6 +146,8 @@ async def _handle_http_error(request: Request, error: Exception) -> JSONResponse
     elif error.status_code == 405:
         message = f"{path[:200]} does not support {request.method}."
         found = ApiError(405, message, "method_not_allowed", headers=error.headers)
+    elif isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI only says that parsing failed
+        found = invalid_json(error.__cause__)
     else:
         found = ApiError(error.status_code, str(error.detail), "invalid_request")
     return found.response()

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-Count = Annotated[int, Field(ge=1)]
+MAX_INTEGER = 2**53 - 1  # the largest that every JSON parser reads exactly; larger ones do not fit in a float either
+Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Scale = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1, le=240, allow_inf_nan=False)]
 Format = Literal["png", "jpeg", "webp"]
@@ -40,7 +49,7 @@ class GenerationRequest(BaseModel):
     user: str | None = Field(None, description="Ignored: requests are counted by their key.")
     safety_identifier: str | None = Field(None, description="Ignored: requests are counted by their key.")
 
-    seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = Field(
         None, description="Seed of the noise; the same seed gives the same result. Random by default."
     )
     steps: Count | None = Field(None, description="Denoising steps.")
@@ -138,6 +147,15 @@ class VideoRequest(GenerationRequest):
     compare: bool | None = Field(
         None, description="Also generate the video without a cache from the same noise, and measure the difference."
     )
+
+    @field_validator("seconds", mode="wrap")
+    @classmethod
+    def _check_seconds(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """One error under the name of the field; pydantic has one for each type, named `seconds.str`."""
+        try:
+            return check(value)
+        except ValidationError:
+            raise PydanticCustomError("number_or_string", "Input should be a number, or a string with one") from None
 
 
 class TokenDetails(BaseModel):

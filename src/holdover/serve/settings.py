@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import typing
 from collections.abc import Mapping
@@ -66,6 +67,8 @@ class Settings(ModelSettings):
     log_prompts: bool = setting(False, doc="include prompts in the log")
 
     def __post_init__(self) -> None:
+        if self.video_hours == math.inf:
+            raise ConfigError("video_hours must be a finite number; 0 keeps the videos.")
         super().__post_init__()
         if self.enable_cpu_offload:
             object.__setattr__(self, "offload", "model")

@@ -26,6 +26,7 @@ from .errors import ApiError, invalid, too_large
 from .queue import ImageSpec, Size, VideoSpec
 from .schemas import (
     MAX_FIELDS,
+    MAX_INTEGER,
     CompletedImage,
     EditRequest,
     GenerationRequest,
@@ -167,10 +168,14 @@ def validate_video(
     fps = video.fps if request.fps is None else request.fps
     if request.fps is not None and fps != int(fps) and parameters & {"fps", "frame_rate"}:
         raise invalid(f"fps is {fps:g}; {model.name} takes whole numbers.", "fps")
-    frames = _frames(request, video, model.name, fps)
+    frames = _frames(request, video, fps)
     if frames > (most := model.limit("max_frames", settings)):
         name = "num_frames" if request.seconds is None else "seconds"
         raise too_large(f"The video has {frames} frames; this server allows at most {most}.", name)
+    if request.num_frames is not None and (frames - 1) % video.multiple:
+        nearest = round((frames - 1) / video.multiple) * video.multiple + 1
+        message = f"num_frames is {frames}; {model.name} generates a multiple of {video.multiple} plus 1"
+        raise invalid(f"{message}, such as {nearest}.", "num_frames")
     size = _output_size(request.size, model, model.limit("max_size", settings), image)
     guidance = _guidance(request, model.name, parameters)
     if request.guidance_scale_2 is not None:
@@ -196,7 +201,7 @@ def validate_video(
     )
 
 
-def _frames(request: VideoRequest, video: VideoDefaults, name: str, fps: float) -> int:
+def _frames(request: VideoRequest, video: VideoDefaults, fps: float) -> int:
     """The number of frames that a request asks for: exactly, or the nearest to its seconds."""
     if request.seconds is not None:
         try:
@@ -213,13 +218,7 @@ def _frames(request: VideoRequest, video: VideoDefaults, name: str, fps: float) 
             )
             raise invalid(f"{message}send only one.", "num_frames")
         return frames
-    if request.num_frames is None:
-        return video.num_frames
-    if (request.num_frames - 1) % video.multiple:
-        nearest = round((request.num_frames - 1) / video.multiple) * video.multiple + 1
-        message = f"num_frames is {request.num_frames}; {name} generates a multiple of {video.multiple} plus 1"
-        raise invalid(f"{message}, such as {nearest}.", "num_frames")
-    return request.num_frames
+    return video.num_frames if request.num_frames is None else request.num_frames
 
 
 def _check_texts(request: GenerationRequest, model: ModelInfo, settings: Settings, parameters: frozenset[str]) -> None:
@@ -390,6 +389,8 @@ def _check_length(name: str, value: Any, max_steps: int, depth: int = 2) -> None
         raise too_large(f"A name in cache has {len(name)} characters; at most {MAX_TEXT} are allowed.", "cache")
     if isinstance(value, str) and len(value) > MAX_TEXT:
         raise too_large(f"{param} has {len(value)} characters; at most {MAX_TEXT} are allowed.", param)
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise too_large(f"{param} has a number above {MAX_INTEGER}.", param)
     if isinstance(value, (list, dict)):
         if len(value) > limit:
             raise too_large(f"{param} has {len(value)} values; at most {limit} are allowed.", param)
