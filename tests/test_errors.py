@@ -25,6 +25,7 @@ BASES = {
     "UnsupportedModelError": (errors.EnableError,),
     "UntraceableError": (errors.UnsupportedModelError,),
     "NotEnabledError": (errors.HoldoverError,),
+    "WriteError": (errors.HoldoverError,),
     "HoldoverWarning": (UserWarning,),
 }
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save as serialized
 from safetensors.torch import save_file
 
-from holdover import HoldoverError, Profile, ProfileError
+from holdover import HoldoverError, Profile, ProfileError, WriteError
 from holdover.profiles import (
     Certificate,
     MagCacheProfile,
@@ -146,14 +146,14 @@ def test_an_older_file_is_replaced_and_nothing_else_is_left(saved):
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
 
-def test_a_save_that_fails_leaves_the_older_file(saved, monkeypatch):
-    def fail(self, data):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(OSError, match="disk full"):
+def test_a_save_that_fails_leaves_the_older_file(saved):
+    saved.with_name(f"{saved.name}.new").symlink_to("/dev/full")
+    with pytest.raises(WriteError, match=r"Cannot write .*\.safetensors: No space left on device\."):
         profile(facts=facts(name="newer")).save(saved)
     assert Profile.load(saved) == profile()
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+    with pytest.raises(WriteError, match="Cannot write"):
+        profile().save(saved / "inside.safetensors")
 
 
 @pytest.mark.parametrize("name", ["tiny.json", "tiny", "tiny.pt"])

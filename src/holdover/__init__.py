@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .errors import ProfileError as ProfileError
     from .errors import UnsupportedModelError as UnsupportedModelError
     from .errors import UntraceableError as UntraceableError
+    from .errors import WriteError as WriteError
     from .magcache import MagCacheBackend as MagCacheBackend
     from .magcache import MagCacheConfig as MagCacheConfig
     from .methods.easy_cache import EasyCacheBackend as EasyCacheBackend
@@ -78,7 +79,7 @@ _PUBLIC = {
     "context": "CacheContext",
     "engine.parallel": "Ranks",
     "errors": "ConfigError EnableError HoldoverError HoldoverWarning NotEnabledError ProfileError "
-    "UnsupportedModelError UntraceableError",
+    "UnsupportedModelError UntraceableError WriteError",
     "magcache": "MagCacheBackend MagCacheConfig",
     "methods.easy_cache": "EasyCacheBackend EasyCacheConfig",
     "methods.first_block": "FirstBlockBackend FirstBlockConfig",

@@ -301,7 +301,7 @@ class TestFolder:
         else:
             (tmp_path / "results.json").unlink()  # so that it is generated again
             results = compare(pipe, spec(NONE, HOLDS), tmp_path)
-            assert results.row("holds").error == f"HoldoverError: {said}"
+            assert results.row("holds").error == f"WriteError: {said}"
         assert not new.is_symlink()
         assert not path.exists()
 

@@ -170,7 +170,8 @@ def _write_image(image: torch.Tensor, folder: Path, settings: dict[str, Any]) ->
     """Save an image, or a video as an animated PNG, with the settings that generate it again; replaces no file."""
     from PIL.PngImagePlugin import PngInfo
 
-    from ..compare.results import replace_file, to_pil
+    from ..compare.results import to_pil
+    from ..profiles.files import replace_file
 
     metadata = PngInfo()
     metadata.add_text("Software", f"holdover {__version__}")

@@ -10,7 +10,6 @@ import re
 import shutil
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -19,11 +18,11 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..errors import ConfigError, HoldoverError, WriteError
+from ..errors import ConfigError, HoldoverError
 from ..metrics import METRICS, Summary, finite_or_none, none_to_infinite
+from ..profiles.files import replace_file
 from ..video import write_video
 
 FORMAT = 2
@@ -268,20 +267,6 @@ def prepare_folder(path: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"Cannot write to {path}: {error.strerror}.") from None
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
-    """Where to write a new file, which then replaces `path`; an error names `path` and leaves nothing of the file."""
-    new = path.with_name(path.name + ".new")
-    try:
-        yield new
-        new.replace(path)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or re.sub(r".*I/O error: | \(os error.*", "", str(error))
-        raise WriteError(f"Cannot write {path}: {reason}.") from None
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:

@@ -10,16 +10,19 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
-from ..errors import ProfileError, did_you_mean
+from ..errors import ProfileError, WriteError, did_you_mean
 
 T = TypeVar("T")
 
@@ -135,9 +138,22 @@ def compute_digest(facts: Any, arrays: Mapping[str, NDArray[np.float64]]) -> str
 
 def write_file(path: str | PathLike[str], content: bytes) -> Path:
     """Write a file and its folder; an existing file is replaced completely or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(target)
-    return target
+    with replace_file(Path(path)) as new:
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(content)
+    return Path(path)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Where to write a new file, which then replaces `path`; an error names `path` and leaves nothing of the file."""
+    new = path.with_name(path.name + ".new")
+    try:
+        yield new
+        new.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or re.sub(r".*I/O error: | \(os error.*", "", str(error))
+        raise WriteError(f"Cannot write {path}: {reason}.") from None
+    finally:
+        with suppress(OSError):
+            new.unlink()

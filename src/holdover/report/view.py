@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..compare import Results, Row
-from ..compare.results import replace_file
 from ..errors import HoldoverError
 from ..metrics import METRICS, as_images
+from ..profiles.files import replace_file
 from ..video import read_frames, write_video
 from .plots import BASELINES, Prediction, assign_colors, get_series, plot_prediction, plot_speed
 
