@@ -11,16 +11,15 @@ from PIL import Image
 from holdover.profiles.targets import QUALITY_TARGETS
 from holdover.selector import methods, own_config
 from holdover.serve.errors import ApiError
+from holdover.serve.openapi import method_infos, settings_schema
 from holdover.serve.queue import ImageSpec
 from holdover.serve.schemas import ImageRequest, Quality, VideoDefaults, VideoRequest
 from holdover.serve.settings import Settings
 from holdover.serve.validation import (
     ModelInfo,
     ignored_fields,
-    method_infos,
     preview_steps,
     requested_cache,
-    settings_schema,
     validate,
     validate_video,
 )

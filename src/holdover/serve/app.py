@@ -27,21 +27,10 @@ from .errors import EXCEPTION_HANDLERS, ApiError, error_responses, invalid
 from .images import decode_png, encode_image, read_edit, read_video_request
 from .metrics import CONTENT_TYPE, RequestMetrics
 from .middleware import RequestMiddleware
+from .openapi import CONTENT_RESPONSE, EDIT_BODY, IMAGES_RESPONSE, VIDEO_BODY, method_infos, openapi_document
 from .queue import Events, GeneratedImage, ImageBackend, Preview, QueueItem, follow
 from .settings import Settings
-from .validation import (
-    CONTENT_RESPONSE,
-    EDIT_BODY,
-    IMAGES_RESPONSE,
-    VIDEO_BODY,
-    check_kind,
-    format_size,
-    ignored_fields,
-    method_infos,
-    openapi_document,
-    validate,
-    validate_video,
-)
+from .validation import check_kind, format_size, ignored_fields, validate, validate_video
 from .videos import Variant, VideoJobs
 
 if TYPE_CHECKING:
