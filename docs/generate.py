@@ -376,11 +376,12 @@ def benchmark(results: str) -> str:
 def lead(steps: int = 50, result: str = "quality") -> str:
     """The lead of a plan over the best other method, in dB and in computed steps."""
     measured = figures_of(result)
-    judged = measured["verdict"][f"{steps} steps"][_benchmark("quality.verdict").PLAN]
-    entries = [e for e in judged if e["wanted"] in SHOWN[steps] and e["mean"]["best_other"] is not None]
+    verdict, judged = _benchmark("quality.verdict"), measured["verdict"][f"{steps} steps"]
+    title = next(title for title in (verdict.STANDARD, verdict.PLAN) if judged.get(title))
+    entries = [e for e in judged[title] if e["wanted"] in SHOWN[steps] and e["mean"]["best_other"] is not None]
     rows = [
         (
-            "lead over the best other, dB",
+            f"lead of {title} over the best other, dB",
             *(_both(entry, lambda found: f"{found['lead']:.1f}") for entry in entries),
         ),
         ("steps the best other needs for the same PSNR", *(_both(entry, _times) for entry in entries)),
