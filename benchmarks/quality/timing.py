@@ -18,7 +18,7 @@ import torch
 from holdover.selector import BACKENDS
 
 from ..report import cpu_model
-from .bench import Bench, Method, Sampling, Scale, cached, diffusers_cache, fewer, uncached
+from .bench import Bench, Method, Sampling, Scale, cached, diffusers_cache, fewer, sea_cache_of_diffusers, uncached
 from .verdict import rows_of
 
 REPEATS = 2
@@ -51,6 +51,8 @@ def remake(row: dict[str, Any], profile: str) -> Method:
         if kind in ("tea_cache", "mag_cache") or settings.get("profile", "none") != "none":
             settings["profile"] = profile
         return cached(title, kind, **settings)
+    if kind == diffusers.SeaCacheConfig.__name__:  # which needs more than its config
+        return sea_cache_of_diffusers(**settings)
     if kind != "none":
         return diffusers_cache(title, getattr(diffusers, kind), **settings)
     return fewer(settings["steps"], 2 if title.endswith("second order") else 1)
