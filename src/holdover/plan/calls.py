@@ -111,19 +111,24 @@ def video_multiples(pipe: Any) -> tuple[int, int]:
     """The sides of a pipeline's videos are a multiple of the first number, their frames one of the second plus 1."""
     temporal = next((int(value) for name in _TEMPORAL if (value := getattr(pipe, name, None))), 1)
     spatial = next((int(value) for name in _SPATIAL if (value := getattr(pipe, name, None))), 1)
-    config: Any = getattr(next(iter(find_transformers(pipe).values())), "config", None) or {}
+    config = _transformer_config(pipe)
     patch = config.get("patch_size") or 1
     return spatial * int(patch[-1] if isinstance(patch, (list, tuple)) else patch), temporal
 
 
 def video_limits(pipe: Any) -> dict[str, int]:
     """The longest side and the most frames that a transformer's position embeddings are made for, where it says so."""
-    config: Any = getattr(next(iter(find_transformers(pipe).values())), "config", None) or {}
+    config = _transformer_config(pipe)
     positions = config.get("rope_max_seq_len")  # Wan and the models made from it
     if positions is None:
         return {}
     side, temporal = video_multiples(pipe)
     return {"max_size": positions * side, "max_frames": (positions * config["patch_size"][0] - 1) * temporal + 1}
+
+
+def _transformer_config(pipe: Any) -> Any:
+    """The config of the first transformer; empty if it has none."""
+    return getattr(next(iter(find_transformers(pipe).values())), "config", None) or {}
 
 
 def check_video(pipe: Any, arguments: Mapping[str, Any]) -> None:

@@ -275,14 +275,13 @@ class VideoFolder:
                 self._write(ended)
                 del self._active[ended.id]
         records = {one: record for one in sorted(self._ids()) if (record := self._read(one)) is not None}
-        unread = {one for one in self._ids() if one not in records}
         sizes: dict[str, int] = {}
         for path in (*self.path.glob("video_*mp4"), *self.path.glob(".video_*")):
             video = path.name.lstrip(".").partition(".")[0]
             with contextlib.suppress(FileNotFoundError):
                 if video in records:
                     sizes[video] = sizes.get(video, 0) + path.stat().st_size
-                elif video not in unread and _ID.fullmatch(video):
+                elif _ID.fullmatch(video) and not self._record(video).exists():
                     path.unlink()
         finished = [one for one, record in records.items() if record.status == "completed"]
         for one in finished[:-1]:
