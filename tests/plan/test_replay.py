@@ -95,6 +95,24 @@ def test_trained_weights_are_better_where_they_were_trained_and_never_worse_than
     assert never == (0.0, weights, {})
 
 
+def test_gradients_do_not_go_through_cudnn_attention_and_its_setting_is_restored():
+    replay, _, _ = replayed("FluxKontextPipeline")
+    weights, seen = replay.fit(COMPUTED, EVERYWHERE), []
+    watched = [
+        module.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        for module in replay.modules
+    ]
+    try:
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        with pytest.raises(ZeroDivisionError):
+            train(replay, COMPUTED, weights, lambda *_: 0.0, 1, report=lambda step, *_: 1 / (1 - step))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert seen[-1] is False
+    finally:
+        for hook in watched:
+            hook.remove()
+
+
 def test_noise_levels_are_trained_with_the_weights_and_from_where_they_are():
     replay, _, _ = replayed("FluxKontextPipeline")
     weights, seen = replay.fit(COMPUTED, EVERYWHERE), []

@@ -229,7 +229,11 @@ def _differences(plan: TrainedPlan, batches: Sequence[RecordedBatch]) -> Tensor:
 
 @contextmanager
 def _differentiable(replay: Replay) -> Iterator[None]:
-    """The transformers without gradients of their own, with gradient checkpointing if they are large."""
+    """The transformers without gradients of their own, with gradient checkpointing if they are large.
+
+    Attention is not cuDNN's meanwhile: on Hopper, its backward reads memory that is not its own or returns NaN for some
+    shapes (https://github.com/pytorch/pytorch/issues/196678).
+    """
     modules: list[Any] = replay.modules
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     large = [m for m in modules if sum(p.numel() for p in m.parameters()) > _LARGE]
@@ -240,9 +244,12 @@ def _differentiable(replay: Replay) -> Iterator[None]:
         module.enable_gradient_checkpointing()
     for parameter in parameters:
         parameter.requires_grad_(False)
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         replay.recompute = False
         for module in blocks:
             module.disable_gradient_checkpointing()
