@@ -15,7 +15,8 @@ import holdover
 from holdover.plan.calls import Caller, make_batches
 from holdover.plan.error_model import DEFAULT_OPTIONS
 from holdover.plan.polish import score
-from holdover.plan.replay import Replay, ReplayError, find_latent, find_mix_of_parts
+from holdover.plan.recorded import ReplayError, find_latent, find_mix_of_parts
+from holdover.plan.replay import Replay
 from holdover.plan.training import train
 from holdover.profiles import MeasuredPlan
 from tiny.pipelines import PIPELINES

@@ -46,8 +46,8 @@ def calibrate(
     A calibration that was stopped continues with the same command: until it is done, its results are in a folder next
     to the profile.
     """
+    from ..profiles.facts import EFFORTS
     from ..profiles.files import SUFFIX
-    from ..profiles.profile import EFFORTS
 
     check_range(1, num=1 if num is None else num, steps=steps, batch_size=batch_size)
     check_range(0, seed=seed, guidance=guidance)

@@ -38,7 +38,7 @@ from ..models.inputs import unwrap_module
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile
-from ..profiles.profile import EFFORTS
+from ..profiles.facts import EFFORTS
 from ..teacache.estimate import SignalMeasure
 from .calls import (
     GENERATIONS,
@@ -58,8 +58,8 @@ from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
 from .method import PlanMethod
 from .planner import PlanProblem
 from .polish import expected_generations, improve
+from .recorded import ReplayError
 from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
-from .replay import ReplayError
 from .search import growing
 
 logger = logging.getLogger(__name__)

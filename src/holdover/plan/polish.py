@@ -32,7 +32,8 @@ from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, 
 from .config import steps_for
 from .error_model import Weights
 from .planner import search_profile, stored_factors, stored_weights
-from .replay import UNCHANGED, Factors, RecordedBatch, Replay
+from .recorded import RecordedBatch
+from .replay import UNCHANGED, Factors, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
 from .training import IMAGES, ITERATIONS, train
 from .tune import Trials

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from .error_model import Weights
-from .replay import UNCHANGED, Factors, RecordedBatch, Replay, Rollout
+from .recorded import RecordedBatch
+from .replay import UNCHANGED, Factors, Replay, Rollout
 
 ITERATIONS = 120
 IMAGES = 24  # generations that one gradient is averaged over, at least, if there are so many

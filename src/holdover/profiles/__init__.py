@@ -1,6 +1,6 @@
 """Measured constants of models, each with its provenance: the shipped ones, and those a user measures."""
 
-from .profile import (
+from .facts import (
     Certificate,
     MagCacheDefaults,
     MagCacheProfile,
@@ -9,12 +9,12 @@ from .profile import (
     MethodProfile,
     ModelIdentity,
     PlannerOptions,
-    Profile,
     ProfileFacts,
     QualityEstimate,
     TeaCacheFit,
     TeaCacheProfile,
 )
+from .profile import Profile
 from .store import MethodName, find, load, measured, save, shipped
 
 __all__ = [

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..errors import ProfileError, did_you_mean
+from .facts import MagCacheProfile, MethodProfile, TeaCacheProfile
 from .files import SUFFIX, check_version, decode, encode, parse_json, write_file
 from .hub import locate, suffix_of
-from .profile import MagCacheProfile, MethodProfile, Profile, TeaCacheProfile
+from .profile import Profile
 
 if TYPE_CHECKING:
     from torch import nn
