@@ -4,7 +4,8 @@
 
 Three kinds of captions: training rows, held-out concept/style pairs (the concept was seen in other styles, the style
 with other concepts) and concepts never seen. One image for each, seed 0. Writes metrics.json, sheet.png (fixed
-captions, no choice) and nearest.png (generated, real, nearest training image side by side).
+captions, no choice) and nearest.png (generated, real, nearest training image side by side). `early_step` is the PSNR
+that is left when the second of 50 steps repeats the output of the first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from export import load_run
 from PIL import Image, ImageDraw
 
+import holdover
+from holdover.metrics import psnr
 from holdover.zoo.emoji.pipeline import EmojiPipeline
 
 SPLITS = ("train", "val_pair", "val_concept")
@@ -142,6 +145,15 @@ def measure(generated: torch.Tensor, case: Case, images: torch.Tensor, rows: lis
     return figures
 
 
+def hold_early_step(pipeline: EmojiPipeline, captions: list[str], guidance: float) -> dict[str, float]:
+    """PSNR of images whose second step is held, to those with all 50 steps computed."""
+    uncached = generate(pipeline, captions, guidance, 50)
+    with holdover.enable(pipeline, "plan", schedule=[0, *range(2, 50)], predictor="hold"):
+        values = psnr(generate(pipeline, captions, guidance, 50), uncached)
+    figures = {"mean": values.mean(), "p10": values.quantile(0.1), "lowest": values.min()}
+    return {name: round(value.item(), 1) for name, value in figures.items()}
+
+
 # -- sheets ------------------------------------------------------------------------------------------
 
 
@@ -221,6 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shift", type=float, nargs="+", default=[1.0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--limit", type=int, default=512, help="captions of each kind")
+    parser.add_argument("--held", type=int, default=64, help="captions of each kind for `early_step`")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -249,6 +262,10 @@ def main() -> None:
             sheets(generated, cases, pixels, options)
         entry: dict[str, Any] = {"guidance": guidance, "shift": shift, "steps": options.steps}
         entry |= {case.name: measure(generated[case.name], case, pixels, rows) for case in cases}
+        if number == 0:
+            for case in cases:
+                captions = [row["caption"] for row in case.rows[: options.held]]
+                entry[case.name]["early_step"] = hold_early_step(pipeline, captions, guidance)
         print(json.dumps(entry), flush=True)
         results.append(entry)
         (options.out / "metrics.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -329,6 +329,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=Settings.rate)
     parser.add_argument("--warmup", type=int, default=Settings.warmup)
     parser.add_argument("--decay", type=float, default=Settings.decay)
+    parser.add_argument("--unknown", type=float, default=Settings.unknown, help="share of tokens that are hidden")
+    parser.add_argument("--text-dropout", type=float, default=Settings.text_dropout)
     parser.add_argument("--log-every", type=int, default=500)
     parser.add_argument("--compile", default="blocks", help="none, blocks, all, or a mode of torch.compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -354,7 +356,14 @@ def main() -> None:
         shutil.copy(options.start_from / "tokenizer.json", state.with_suffix(".tokenizer.json"))
     tokenizer = keep_tokenizer(state.with_suffix(".tokenizer.json"), tokenizer_texts(rows), shape.vocabulary)
     splits = {name: load_split(images, rows, name, tokenizer, device) for name in ("train", "val_pair", "val_concept")}
-    settings = Settings(options.batch, options.rate, options.warmup, options.decay)
+    settings = Settings(
+        options.batch,
+        options.rate,
+        options.warmup,
+        options.decay,
+        unknown=options.unknown,
+        text_dropout=options.text_dropout,
+    )
     model = Velocity(make_text_encoder(shape, settings.text_dropout), make_transformer(shape)).to(device).train()
     keep_times_exact(model.transformer, torch.bfloat16)
     clock = Clock(options.steps, options.minutes and options.minutes * 60)
