@@ -60,7 +60,7 @@ class Patcher:
     """A MODEL: clones share the weights and have wrappers of their own."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.patches = model, dict[str, Any]()
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
         self.model_options: dict[str, Any] = {}
 
@@ -90,6 +90,7 @@ class Guider:
 
     def __init__(self, patcher: Patcher, cfg: float, together: bool) -> None:
         self.patcher, self.cfg, self.together, self.inner_model = patcher, cfg, together, patcher.model
+        self.model_patcher = patcher
         self.model_options = {**patcher.model_options, "transformer_options": {"wrappers": patcher.wrappers}}
         values = torch.linspace(-0.5, 0.5, 8).reshape(2, 4)
         self.conditions = [(uuid.uuid4(), kind, values[kind : kind + 1]) for kind in ((0, 1) if cfg != 1 else (0,))]
@@ -127,9 +128,12 @@ class Guider:
             model, scale = self.inner_model.diffusion_model, 1.0
             if self.inner_model.model_sampling.sigma_max > 1:
                 scale = float(sigma[0] ** 2 + 1) ** -0.5
-            output = model(
-                torch.cat([x * scale] * rows), torch.cat([sigma] * rows), context, transformer_options=options
-            )
+            inputs = torch.cat([x * scale] * rows), torch.cat([sigma] * rows), context
+            if "one_by_one" in model_options:  # as a node's own model_function_wrapper may do
+                each = zip(*(value.chunk(rows) for value in inputs), strict=True)
+                output = torch.cat([model(*one, transformer_options=options) for one in each])
+            else:
+                output = model(*inputs, transformer_options=options)
             for one, row in zip(group, output.chunk(rows), strict=True):
                 denoised[one[1]] = self.inner_model.model_sampling.calculate_denoised(sigma, row, x)
         return denoised[0] if 1 not in denoised else denoised[1] + self.cfg * (denoised[0] - denoised[1])
@@ -150,6 +154,12 @@ def sample_heun(model: Any, x: Any, sigmas: Any, extra_args: Any = None, callbac
             slope = (slope + (ahead - model(ahead, after * x.new_ones(len(x)), **extra_args)) / after) / 2
         x = x + slope * (after - sigma)
     return x
+
+
+def sample_euler_cfg_pp(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, disable: Any = None):
+    """Asks for the output without guidance."""
+    extra_args["model_options"]["sampler_post_cfg_function"] = [lambda found: found]
+    return sample_euler(model, x, sigmas, extra_args)
 
 
 def sample_unlisted(model: Any, x: Any, sigmas: Any, extra_args: Any = None, callback: Any = None, disable: Any = None):
@@ -183,6 +193,7 @@ SAMPLERS = {
     "euler": sample_euler,
     "heun": sample_heun,
     "euler_ancestral": sample_euler_ancestral,
+    "euler_cfg_pp": sample_euler_cfg_pp,
     "unlisted": sample_unlisted,
 }
 

@@ -51,6 +51,12 @@ def last(model: Any) -> Any:
     return cache.last
 
 
+def apply_and_sample(comfy: Any, model: Any, method: str) -> Any:
+    cached = apply(model, method)
+    comfy.sample(cached)
+    return cached
+
+
 def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
@@ -202,6 +208,11 @@ def test_summaries(comfy: Any) -> None:
     assert passed is latent
     for words in ("spectrum, 12 steps", "cond ", "uncond ", "computed", "forwards of the model did not run"):
         assert words in text
+    longer = {"samples": comfy.sample(cached, steps=16)}
+    assert nodes.HoldoverSummary().report(cached, latent)[1] == text
+    assert "spectrum, 16 steps" in nodes.HoldoverSummary().report(cached, longer)[1]
+    assert "no recent generation" in nodes.summarize(cached, torch.zeros(1, 4))
+    comfy.sample(cached)
     strip = nodes.draw_strip(last(cached).stats)
     assert strip.shape == (1, 30, 170, 3)
     assert len(strip.reshape(-1, 3).unique(dim=0)) == 3
@@ -246,6 +257,9 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         assert "quality high is psnr>=40: expected, not certified" in planned["high"][1]
         with pytest.raises(ConfigError, match="no cache on this model"):
             nodes.HoldoverCompare().compare(model, vae, 3, **inputs)
+        seeds = nodes.HoldoverCalibrate.INPUT_TYPES if not isinstance(comfy, StandIn) else None
+        assert seeds is None or seeds()["required"]["seed"][1]["control_after_generate"] is False
+        nodes.HoldoverCalibrate().measure(model, "largest", 2, 2**64 - 1, **inputs)
         with pytest.raises(ConfigError, match="plain name"):
             nodes.HoldoverCalibrate().measure(model, "../tiny", 2, 7, vae=vae, **inputs)
 
@@ -259,6 +273,13 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         ({"method": "easy_cache", "settings": "treshold=1"}, ConfigError, "threshold"),
         ({"method": "plan", "settings": "quantity=seam", "profile": "none"}, ConfigError, "quantity has no effect"),
         ({"method": "mag_cache", "settings": "hold_in=cpu"}, ConfigError, "hold_in has no effect"),
+        ({"method": "mag_cache", "settings": "num_inference_steps=50"}, ConfigError, "steps has no effect"),
+        ({"method": "plan", "budget": "5", "settings": "budget=6"}, ConfigError, "budget is given twice: 6 and 5"),
+        ({"method": "plan", "budget": "²", "profile": "none"}, ConfigError, "budget"),
+        ({"method": "plan", "quality": "40", "profile": "none"}, ConfigError, "A target looks like"),
+        ({"method": "plan", "settings": "predictor=least_squares", "profile": "none"}, ConfigError, "least_squares n"),
+        ({"method": "plan", "profile": "nosuch"}, ProfileError, "profile 'nosuch'. .* has tiny; Holdover Calibrate"),
+        ({"method": "plan", "profile": "x" * 5000}, ProfileError, "There is no profile 'xxx"),
         ({"method": "mag_cache"}, ProfileError, "Holdover Calibrate"),
         ({"method": "plan"}, ProfileError, "Holdover Calibrate"),
         ({"method": "plan", "quality": "psnr>=40", "profile": "none"}, ConfigError, "A quality needs a profile"),
@@ -270,7 +291,11 @@ def test_calibrate_and_compare_nodes(comfy: Any, tmp_path: Path, monkeypatch: py
         ({"method": "none", "start_percent": 0.8, "end_percent": 0.2}, ConfigError, "must be less than"),
     ],
 )
-def test_errors_say_what_to_do(inputs: dict[str, Any], kind: type[HoldoverError], words: str) -> None:
+def test_errors_say_what_to_do(
+    inputs: dict[str, Any], kind: type[HoldoverError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.safetensors").touch()
+    monkeypatch.setattr(nodes, "profile_folder", lambda: tmp_path)
     with pytest.raises(kind, match=words):
         apply(StandIn().model(), **inputs)
 
@@ -299,8 +324,94 @@ def test_what_cannot_be_followed_is_computed_and_said(caplog: pytest.LogCaptureF
     assert "does not call ComfyUI's diffusion_model wrappers" in nodes.summarize(cached)
 
 
+def test_conditionings_that_another_node_runs_one_by_one_are_computed() -> None:
+    comfy = StandIn()
+    model = comfy.model()
+    model.model_options["one_by_one"] = True
+    plain = comfy.sample(model)
+    for method, inputs in {**CACHED, "none": {}}.items():
+        cached = apply(model, method, **inputs)
+        assert torch.equal(comfy.sample(cached), plain)
+        assert "another node runs the conditionings of a batch one by one" in nodes.summarize(cached)
+
+
+def test_a_sampler_that_uses_the_output_without_guidance_is_not_held() -> None:
+    comfy = StandIn()
+    model = comfy.model()
+    cached = apply(model, "spectrum")
+    assert torch.equal(comfy.sample(cached, sampler="euler_cfg_pp"), comfy.sample(model, sampler="euler_cfg_pp"))
+    assert "without guidance on its own" in nodes.summarize(cached)
+
+
+def test_a_flow_whose_highest_noise_level_is_rounded_up() -> None:
+    """ComfyUI's shifted flows have a sigma_max of 1 or one rounding above it."""
+    comfy, traces = StandIn(), []
+    for highest in (1.0, 1.0 + 2**-23):
+        cached = apply(comfy.model(sigma_max=highest), "plan", budget="5", profile="none")
+        comfy.sample(cached)
+        traces.append(last(cached).stats.trace("cond"))
+        assert last(cached).spec.noise[0] == pytest.approx(1.0)
+    assert traces[0] == traces[1]
+    assert traces[0].count("C") == 5
+
+
+@pytest.mark.parametrize("method", CACHED)
+def test_a_compiled_forward_has_no_graphs_of_the_wrappers(method: str) -> None:
+    """ComfyUI's TorchCompileModel compiles what calls them."""
+    comfy, compiled, graphs = StandIn(), StandIn().model(), []
+    cached = apply(comfy.model(), method, **CACHED[method])
+    plain = comfy.sample(cached)
+    compiled.model.diffusion_model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    again = apply(compiled, method, **CACHED[method])
+    assert error(comfy.sample(again), plain) < 1e-4
+    assert last(again).stats.trace("cond") == last(cached).stats.trace("cond")
+    assert len(graphs) <= 2  # of one shape, and of any
+    torch._dynamo.reset()
+
+
+def test_a_profile_is_of_the_model_inside_torch_compile_and_of_weights_that_can_be_read(tmp_path: Path) -> None:
+    comfy = StandIn()
+    model = comfy.model()
+    model.model.diffusion_model = torch.compile(model.model.diffusion_model, backend="eager")
+    measured = calibrate(model, lambda model, seed: comfy.sample(model, seed), [11], "tiny")
+    assert dict(measured.facts.models)[KEY].transformer_class == "TinyModel"
+    profile = str(measured.save(tmp_path / "tiny.safetensors"))
+    for own in (model, comfy.model()):
+        cached = apply(own, "plan", budget="5", profile=profile)
+        comfy.sample(cached)
+        assert last(cached).stats.held_total > 0
+        assert "other weights" not in nodes.summarize(cached)
+    other = comfy.model(seed=1)
+    cached = apply(other, "plan", budget="5", profile=profile)
+    comfy.sample(cached)
+    assert "was measured on other weights" in nodes.summarize(cached)
+    other.model.model_lowvram = True  # LoRAs are added when a weight is cast: nothing of them is in the parameters
+    cached.patches = {"weight": []}
+    comfy.sample(cached)
+    assert "in low-VRAM mode it is not known" in nodes.summarize(cached)
+    assert "other weights" not in nodes.summarize(cached)
+    with pytest.raises(ConfigError, match="was measured without a VAE"):
+        apply(model, "plan", quality="high", profile=profile)
+    known = str(measured.with_facts(psnr_offset=10.0).save(tmp_path / "known.safetensors"))
+    with pytest.raises(ConfigError, match="a quality here is a PSNR"):
+        apply(model, "plan", quality="ssim>=0.9", profile=known)
+    with pytest.raises(ConfigError, match="of all steps"):
+        apply(model, "plan", quality="high", profile=known, end_percent=0.8)
+    before = nodes.Holdover.IS_CHANGED(profile=profile, method="plan")
+    measured.with_facts(name="another").save(profile)
+    assert nodes.Holdover.IS_CHANGED(profile=profile, method="plan") != before
+    assert nodes.Holdover.IS_CHANGED(profile=None) == nodes.Holdover.IS_CHANGED(profile="none") == ""
+
+
+def test_a_schedule_is_typed_with_spaces() -> None:
+    comfy = StandIn()
+    cached = apply(comfy.model(), "plan", profile="none", settings="schedule=0 1 5 9, predictor=newton")
+    comfy.sample(cached)
+    assert last(cached).stats.trace("cond") == "CChhhChhhChh"
+
+
 def test_a_model_that_predicts_the_noise(tmp_path: Path) -> None:
-    """Its noise levels are far above 1."""
+    """Its noise levels are far above 1, and what easy_cache holds is no difference of alike quantities there."""
     comfy = StandIn()
     model = comfy.model(sigma_max=14.0)
     plain = comfy.sample(model)
@@ -309,7 +420,8 @@ def test_a_model_that_predicts_the_noise(tmp_path: Path) -> None:
     for method, inputs in {**CACHED, "plan": {"budget": "5", "profile": profile}}.items():
         cached = apply(model, method, **inputs)
         assert error(comfy.sample(cached), plain) < 0.35
-        assert last(cached).stats.held_total > 0
+        assert (last(cached).stats.held_total > 0) == (method != "easy_cache")
+    assert "this model predicts the noise" in nodes.summarize(apply_and_sample(comfy, model, "easy_cache"))
     for method, inputs in NOTHING_HELD.items():
         assert torch.equal(comfy.sample(apply(model, method, **inputs)), plain)
 

@@ -20,6 +20,7 @@ from ..engine.method import NoneConfig
 from ..errors import ConfigError, HoldoverError
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
+from ..models.inputs import unwrap_module
 from ..plan.calls import hash_prompts
 from ..plan.config import NO_PROFILE, PlanConfig
 from ..plan.error_model import Array, ErrorModel
@@ -94,7 +95,7 @@ def calibrate(
         pipeline="ComfyUI",
         scheduler=spec.scheduler,
         noise=tuple(spec.noise.tolist()),
-        models=((KEY, facts_of(model.model.diffusion_model)),),
+        models=((KEY, facts_of(unwrap_module(model.model.diffusion_model))),),
         prompts=len(seeds),
         prompts_hash=hash_prompts([f"seed {seed}" for seed in seeds]),
         date=date.today().isoformat(),

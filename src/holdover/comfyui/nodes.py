@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ProfileError
 from ..metrics import PSNR_CAP, each, psnr
 from ..plan.config import NO_PROFILE
 from ..profiles.files import SUFFIX
@@ -24,29 +24,41 @@ _CELL, _GAP = 12, 2  # pixels of a step in the strip
 
 def parse_settings(method: str, budget: str, quality: str, profile: str, settings: str) -> dict[str, Any]:
     """The settings of a method from the texts of the node; empty texts mean the method's own defaults."""
-    values: dict[str, Any] = {}
+    given: list[tuple[str, Any]] = []
     for part in filter(None, (part.strip() for part in settings.replace("\n", ",").split(","))):
         key, found, text = (piece.strip() for piece in part.partition("="))
         if not found or not key or not text:
             raise ConfigError(f"Settings look like 'threshold=0.05, warmup_steps=3', not {part!r}.")
-        try:
-            values[key] = int(text)
-        except ValueError:
-            try:
-                values[key] = float(text)
-            except ValueError:
-                values[key] = {"true": True, "false": False}.get(text.lower(), text)
+        given.append((key, _parse_value(text)))
     aim = "quality" if quality.strip().isalpha() else "target"
-    for name, text, key in (("budget", budget, "budget"), ("quality", quality, aim)):
-        if text.strip():
+    for name, text, key in (("budget", budget.strip(), "budget"), ("quality", quality.strip(), aim)):
+        if text:
             if method != "plan":
                 raise ConfigError(f"{name} is a setting of plan; leave it empty for {method}.")
-            values[key] = int(text) if text.strip().isdigit() else text.strip()
+            given.append((key, int(text) if key == "budget" and text.isdecimal() else text))
     if profile.strip():
         if method not in ("plan", "mag_cache"):
             raise ConfigError(f"{method} uses no profile: leave it empty.")
-        values["profile"] = profile_path(profile.strip())
+        given.append(("profile", profile_path(profile.strip())))
+    values: dict[str, Any] = {}
+    for key, value in given:
+        if key in values:
+            raise ConfigError(f"{key} is given twice: {values[key]} and {value}.")
+        values[key] = value
     return values
+
+
+def _parse_value(text: str) -> Any:
+    """A number, true or false, several numbers with spaces between them (a schedule), or the text itself."""
+    words = text.split()
+    if len(words) > 1 and all(word.isdecimal() for word in words):
+        return tuple(map(int, words))
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def profile_folder() -> Path:
@@ -55,11 +67,20 @@ def profile_folder() -> Path:
 
 
 def profile_path(text: str) -> str:
-    """A profile in `models/holdover` by its name, or a path; "none" and names of shipped profiles stay as they are."""
-    if text == NO_PROFILE or Path(text).is_file():
+    """A profile in `models/holdover` by its name, or a path; "none" and addresses on the Hub stay as they are."""
+    if text == NO_PROFILE or text.startswith("hf://"):
         return text
-    path = profile_folder() / (text if text.endswith(SUFFIX) else text + SUFFIX)
-    return str(path) if path.is_file() else text
+    try:
+        if Path(text).is_file():
+            return text
+        path = profile_folder() / (text if text.endswith(SUFFIX) else text + SUFFIX)
+        if path.is_file():
+            return str(path)
+    except (OSError, ValueError):
+        pass  # a name that no file can have
+    folder = profile_folder()
+    known = ", ".join(sorted(path.stem for path in folder.glob(f"*{SUFFIX}"))) or "no profiles"
+    raise ProfileError(f"There is no profile {text[:200]!r}. {folder} has {known}; Holdover Calibrate adds to it.")
 
 
 class Holdover:
@@ -90,6 +111,17 @@ class Holdover:
             },
         }
 
+    @classmethod
+    def IS_CHANGED(cls, profile: str | None = None, **_: Any) -> str:  # noqa: N802
+        """A profile that was measured again under the same name is read again."""
+        if not profile or profile == NO_PROFILE:
+            return ""
+        try:
+            status = Path(profile_path(profile.strip())).stat()
+        except (OSError, ProfileError):
+            return ""
+        return f"{status.st_mtime_ns} {status.st_size}"
+
     def apply(
         self,
         model: Any,
@@ -111,7 +143,7 @@ class Holdover:
 
 
 class HoldoverSummary:
-    """What was computed and held in the last generation of a model, by branch."""
+    """What was computed and held in the generation that made a latent, by branch."""
 
     CATEGORY = CATEGORY
     FUNCTION = "report"
@@ -125,15 +157,20 @@ class HoldoverSummary:
 
     def report(self, model: Any, latent: Any) -> tuple[Any, str]:
         """The latent as it is, and the summary."""
-        return latent, summarize(model)
+        return latent, summarize(model, latent["samples"])
 
 
-def summarize(model: Any) -> str:
-    """The summary of a model's last generation."""
+def summarize(model: Any, latent: Any = None) -> str:
+    """The summary of the generation of a model that made this latent, or without one of the last generation."""
     cache = find_cache(model)
     if cache is None:
         return "holdover: not on this model"
-    return "holdover: no generation has run with this model" if cache.last is None else str(cache.last)
+    if cache.last is None:
+        return "holdover: no generation has run with this model"
+    made = cache.last if latent is None else cache.find(latent)
+    if made is None:
+        return f"holdover: no recent generation of this model ended in this latent; the last one was\n{cache.last}"
+    return str(made)
 
 
 _SAMPLER_INPUTS: dict[str, Any] = {
@@ -197,7 +234,10 @@ class HoldoverCalibrate:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         own = {"name": ("STRING", {"default": "my-model"}), "runs": ("INT", {"default": 4, "min": 1, "max": 64})}
-        return {"required": {"model": ("MODEL",), **own, **_sampler_inputs()}, "optional": {"vae": ("VAE",)}}
+        inputs = {"model": ("MODEL",), **own, **_sampler_inputs()}
+        kind, seed = inputs["seed"]
+        inputs["seed"] = (kind, {**seed, "control_after_generate": False})  # a new seed would measure again
+        return {"required": inputs, "optional": {"vae": ("VAE",)}}
 
     def measure(
         self, model: Any, name: str, runs: int, seed: int, latent_image: Any, vae: Any = None, **sampler: Any
@@ -214,7 +254,7 @@ class HoldoverCalibrate:
             images: torch.Tensor = vae.decode(latent).float().clamp(0.0, 1.0).movedim(-1, -3)
             return images
 
-        seeds = range(seed, seed + runs)
+        seeds = [(seed + run) % 2**64 for run in range(runs)]
         profile = calibrate(detach(model), sample, seeds, name, None if vae is None else decode, versions)
         return (str(profile.save(profile_folder() / f"{name.removesuffix(SUFFIX)}{SUFFIX}")),)
 

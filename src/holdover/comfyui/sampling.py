@@ -5,17 +5,14 @@ one or more conditionings in one batch: each row of the batch is a branch, known
 conditioning. Nothing is imported from ComfyUI.
 
 A sampler may evaluate the model several times per noise level (Heun), so a *step* is one evaluation. Which evaluations
-there are, and how much of each output is in each latent, is found before the first one, by running the sampler's
-function on unit vectors in place of latents.
+there are, and how much of each output is in each latent, is found before the first one (evaluations.py).
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,16 +30,18 @@ from ..magcache.backend import make_policy
 from ..magcache.config import MagCacheConfig
 from ..methods.easy_cache import EasyCacheConfig, EasyCacheMethod, HeldForward, add_difference
 from ..methods.spectrum import SpectrumConfig, SpectrumOutputMethod
-from ..models.inputs import iter_tensors
+from ..models.inputs import iter_tensors, unwrap_module
 from ..plan.config import PlanConfig
-from ..plan.error_model import Array, Weights
+from ..plan.error_model import Weights
 from ..plan.generation import GenerationSpec, check_profile
 from ..plan.method import PlanPredictor
 from ..plan.planner import Plan, Planner, PlanProblem, plan_problem
 from ..plan.recording import TrajectoryRecord
 from ..policies.base import AlwaysCompute, Decision, Policy, Scheduled
 from ..predictors import Predictor
+from ..profiles import Profile
 from ..stats import GenerationStats, StepRecord
+from .evaluations import SAME_LEVEL, Evaluations
 
 if TYPE_CHECKING:
     from .model_cache import Settings
@@ -50,87 +49,6 @@ if TYPE_CHECKING:
 KEY = "holdover"
 OUTSIDE = Decision(True, "before start_percent or after end_percent")
 NOT_LISTED = Decision(True, "the sampler evaluates a noise level that is not in its schedule")
-_SAME_LEVEL = 1e-4  # relative difference of two noise levels that are the same
-_MOST_EVALUATIONS = 8  # per noise level; a sampler that makes more has no end that is known in advance
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluations:
-    """The evaluations that a sampler makes, in order: their noise levels, and the response of the latents to them.
-
-    `response` is (N+1, N): how much of each of the model's outputs is in the latent before each evaluation and at the
-    end. `adds_noise`: the sampler adds new noise to the latent between them.
-    """
-
-    sampler: str
-    sigmas: tuple[float, ...]
-    response: Array
-    adds_noise: bool
-
-    @classmethod
-    def of(cls, guider: Any, sampler: Any, sigmas: torch.Tensor) -> Evaluations:
-        """Run the sampler's function on unit vectors; ConfigError if it cannot be, or if it is not linear."""
-        function = getattr(sampler, "sampler_function", None)
-        if function is None:
-            raise ConfigError(f"the sampler {type(sampler).__name__} has no function whose evaluations can be listed")
-        name = getattr(function, "__name__", "sampler").removeprefix("sample_")
-        try:
-            devices = [sigmas.device] if sigmas.is_cuda else []
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
-                levels, _ = _run_sampler(function, guider, sampler, sigmas, None)
-                count = len(levels)
-                _, symbolic = _run_sampler(function, guider, sampler, sigmas, torch.eye(count + 1))
-                numbers = torch.randn(3, count + 1, generator=torch.Generator().manual_seed(0))
-                _, actual = _run_sampler(function, guider, sampler, sigmas, numbers.T.contiguous())
-                _, noisy = _run_sampler(function, guider, sampler, sigmas, numbers.T.contiguous(), 1.0)
-        except Exception as error:  # code of any sampler: whatever it raises, the generation itself goes on
-            raise ConfigError(f"the evaluations of the sampler {name} cannot be listed: {error}") from error
-        if count == 0 or not torch.allclose(symbolic @ numbers.T.double(), actual, rtol=1e-3, atol=1e-3):
-            raise ConfigError(f"the sampler {name} is not linear in the model's outputs")
-        return cls(name, tuple(levels), symbolic[:, 1:].numpy(), not torch.equal(noisy, actual))
-
-    def locate(self, sigma: float, last: int) -> int | None:
-        """The next evaluation after `last` at this noise level; None if there is none."""
-        later = range(last + 1, len(self.sigmas))
-        return next((i for i in later if math.isclose(self.sigmas[i], sigma, rel_tol=_SAME_LEVEL)), None)
-
-
-def _run_sampler(
-    function: Callable[..., Any],
-    guider: Any,
-    sampler: Any,
-    sigmas: torch.Tensor,
-    basis: torch.Tensor | None,
-    added: float = 0.0,
-) -> tuple[list[float], torch.Tensor]:
-    """The noise levels of all evaluations, and the latents if the initial one and the outputs are rows of `basis`.
-
-    `added` takes the place of the noise that the sampler adds, which is no part of the response.
-    """
-    sampling = guider.inner_model.model_sampling
-    rows = torch.zeros(_MOST_EVALUATIONS * len(sigmas) + 1, 1) if basis is None else basis
-    vectors = rows.to(sigmas.device).reshape(len(rows), 1, -1, 1, 1)
-    levels: list[float] = []
-    latents: list[torch.Tensor] = []
-
-    class Model:
-        inner_model = guider
-
-        def __call__(self, x: torch.Tensor, sigma: torch.Tensor, **extra: Any) -> Any:
-            if len(levels) + 1 >= len(vectors):
-                raise ConfigError("their number depends on the latent, or has no limit")
-            levels.append(float(sigma.flatten()[0]))
-            latents.append(x)
-            return sampling.calculate_denoised(sigma, vectors[len(levels)], x)
-
-    model: Any = Model()
-    model.sigmas, model.noise, model.latent_image = sigmas, vectors[0], torch.zeros_like(vectors[0])
-    options = dict(getattr(sampler, "extra_options", {}))
-    if "noise_sampler" in inspect.signature(function).parameters:
-        options["noise_sampler"] = lambda sigma, sigma_next: torch.full_like(vectors[0], added)
-    extra = {"model_options": {"transformer_options": {}}, "seed": 0, "denoise_mask": None}
-    latents.append(function(model, vectors[0], sigmas, extra_args=extra, callback=None, disable=True, **options))
-    return levels, torch.stack([latent.double().flatten() for latent in latents]).cpu()
 
 
 @dataclass
@@ -140,6 +58,16 @@ class Branch:
     name: str
     state: BranchState
     input_kind: Hashable = None
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """One forward: when it began, its conditionings, their parts of the input, and what was decided for each."""
+
+    begin: Any
+    branches: list[Branch]
+    parts: list[Any]
+    decisions: list[Decision]
 
 
 @dataclass
@@ -218,15 +146,22 @@ class Sampling:
                 "the noise adds to the model's input for a change of its output. Use easy_cache, spectrum or plan"
             )
             return
+        sampling = self.guider.inner_model.model_sampling
+        is_flow = float(sampling.sigma_max) <= 1.0 + SAME_LEVEL
+        if not is_flow and isinstance(config, EasyCacheConfig):
+            self.notes.append(
+                "nothing is held: easy_cache holds what a flow model adds to its input, and this model predicts the "
+                "noise in an input that ComfyUI scales. Use spectrum or plan"
+            )
+            return
         if found.adds_noise and isinstance(config, (PlanConfig, SpectrumConfig)):
             self.notes.append(f"the sampler {found.sampler} adds noise at each step, which held steps do not know of")
-        sampling = self.guider.inner_model.model_sampling
         start, end = (float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
-        inside = [i for i, sigma in enumerate(found.sigmas) if end <= sigma <= start]
+        lowest, highest = end * (1.0 - SAME_LEVEL), start * (1.0 + SAME_LEVEL)
+        inside = [i for i, sigma in enumerate(found.sigmas) if lowest <= sigma <= highest]
         if not inside:
             self.notes.append("nothing is held: no step lies between start_percent and end_percent")
             return
-        is_flow = float(sampling.sigma_max) <= 1.0
         noise = tuple(sigma if is_flow else sigma / (1.0 + sigma) for sigma in found.sigmas)
         self.evaluations, self.grid = found, Grid(len(noise), noise, inside[0], inside[-1])
         self.stats.steps = len(noise)
@@ -235,39 +170,66 @@ class Sampling:
         ranges = ((inside[0], inside[-1]),)
         self.spec = GenerationSpec(np.array(noise), ranges, found.response, found.sampler, guidance)
         if settings.profile is not None:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                check_profile(settings.profile, KEY, self.guider.inner_model.diffusion_model)
-            self.notes += [str(warning.message) for warning in caught]
+            self._check_weights(settings.profile)
         if isinstance(config, PlanConfig):
             self._problem = plan_problem(self.spec, settings.profile)
             self.plan = Planner(config, settings.profile).plan(self._problem)
             self.notes += self.plan.notes
 
+    def _check_weights(self, profile: Profile) -> None:
+        """Note whether the profile is of other weights."""
+        model, patcher = self.guider.inner_model, getattr(self.guider, "model_patcher", None)
+        if getattr(model, "model_lowvram", False) and getattr(patcher, "patches", None):
+            self.notes.append("in low-VRAM mode it is not known whether the profile was measured with these LoRAs")
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_profile(profile, KEY, unwrap_module(model.diffusion_model))
+        self.notes += [str(warning.message) for warning in caught]
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def diffusion_model(self, executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """One forward of the model: compute it, unless every row of its batch is held."""
-        begin = mark_time(next(iter_tensors([x])).device)
-        options = next((v for v in (*args, *kwargs.values()) if isinstance(v, dict) and "uuids" in v), None)
-        if self.evaluations is None or options is None:
-            if options is None and not self.notes:
-                self.notes.append("nothing is held: the model is not told which conditioning it runs")
+        asked = self._ask(x, (*args, *kwargs.values()))
+        if asked is None:
             return executor(x, *args, **kwargs)
-        branches = [self._branch(*ids) for ids in zip(options["uuids"], options["cond_or_uncond"], strict=True)]
+        computes = any(decision.compute for decision in asked.decisions)
+        return self._answer(asked, executor(x, *args, **kwargs) if computes else None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ask(self, x: Any, arguments: Sequence[Any]) -> _Forward | None:
+        """What is decided for each conditioning of a forward; None if it runs as it would without a cache."""
+        begin = mark_time(next(iter_tensors([x])).device)
+        options: Mapping[str, Any] | None = next((v for v in arguments if isinstance(v, dict) and "uuids" in v), None)
+        if options is None:
+            if not self.notes:
+                self.notes.append("nothing is held: the model is not told which conditioning it runs")
+            return None
+        ids, kinds = options["uuids"], options["cond_or_uncond"]
+        if len(ids) != len(kinds) or any(len(tensor) % len(ids) for tensor in iter_tensors([x])):
+            if self.evaluations is not None:
+                self.notes.append("nothing is held: another node runs the conditionings of a batch one by one")
+                self.evaluations = None
+            return None
+        if self.evaluations is None:
+            return None
+        branches = [self._branch(*each) for each in zip(ids, kinds, strict=True)]
         parts = _split(x, len(branches))
         decisions = [self._decide(branch, part) for branch, part in zip(branches, parts, strict=True)]
-        rows: list[Any] = [None] * len(branches)
-        output: Any = None
-        if any(decision.compute for decision in decisions):
-            output = executor(x, *args, **kwargs)
-            rows = _split(output, len(branches))
-        else:
-            self.skipped += 1
-        for number, (branch, part, decision) in enumerate(zip(branches, parts, decisions, strict=True)):
+        return _Forward(begin, branches, parts, decisions)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _answer(self, asked: _Forward, output: Any) -> Any:
+        """The output of a forward, with the held rows predicted; `output` is None if it did not run."""
+        branches, decisions = asked.branches, asked.decisions
+        rows = [None] * len(branches) if output is None else _split(output, len(branches))
+        self.skipped += output is None
+        for number, (branch, part, decision) in enumerate(zip(branches, asked.parts, decisions, strict=True)):
             if decision.compute:
                 self._keep(branch, part, rows[number], decision)
             else:
                 rows[number] = self._predict(branch.state, part)
-        end, share = mark_time(next(iter_tensors([x])).device), 1.0 / len(branches)
+        begin, end, share = asked.begin, mark_time(next(iter_tensors([asked.parts])).device), 1.0 / len(branches)
         for branch, decision in zip(branches, decisions, strict=True):
             step = -1 if self.step is None else self.step
             made = (KEY, branch.name, step, decision.compute, decision.reason)
@@ -281,12 +243,20 @@ class Sampling:
         self._calls[uuid] += 1
         key = (uuid, self._calls[uuid])
         if key not in self.branches:
-            name, used = "uncond" if kind == 1 else "cond", {branch.name for branch in self.branches.values()}
+            name, used = self._conditioning(uuid, kind), {branch.name for branch in self.branches.values()}
             names = (name, *(f"{name} {number}" for number in range(2, len(used) + 3)))
             name = next(free for free in names if free not in used)
             policy, predictor = self._make_rule(name)
             self.branches[key] = Branch(name, BranchState(policy, policy.start(), BLOCK_PASSES, predictor))
         return self.branches[key]
+
+    def _conditioning(self, uuid: Hashable, kind: int) -> str:
+        """The guider's name of a conditioning; `positive` and `negative` alone are cond and uncond."""
+        named: Mapping[str, Any] = getattr(self.guider, "conds", {})
+        found = next((name for name, conds in named.items() if any(c.get("uuid") == uuid for c in conds)), None)
+        if found is None or set(named) <= {"positive", "negative"}:
+            return "uncond" if kind == 1 else "cond"
+        return found
 
     def _make_rule(self, branch: str) -> tuple[Policy, Predictor]:
         """The policy and the predictor of the method for one branch."""
@@ -352,7 +322,7 @@ class Sampling:
         if self.record is not None or self.magnitudes is not None:
             pairs = zip(iter_tensors([row]), iter_tensors([part]), strict=False)
             added = tuple((after - before).movedim(1, -1) for after, before in pairs if after.shape == before.shape)
-            named = cast(Any, _NamedModel(type(self.guider.inner_model.diffusion_model).__name__))
+            named = cast(Any, _NamedModel(type(unwrap_module(self.guider.inner_model.diffusion_model)).__name__))
             computed = ComputedForward(named, branch.name, self.step, self.grid, None, added, row)
             if self.record is not None:
                 self.record.add_forward(computed)
