@@ -23,7 +23,8 @@ from _pytest.runner import runtestprotocol
 from diffusers import DiffusionPipeline
 
 import holdover
-from holdover.engine.backend import find_cache, find_transformers
+from holdover.engine.backend import find_cache
+from holdover.models.pipelines import find_transformers
 
 from .diffusers_outcomes import (
     AGAIN,

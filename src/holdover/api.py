@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from .base import CacheBackend
 from .config import Config
-from .engine.backend import EngineBackend, find_cache, find_transformers
+from .engine.backend import EngineBackend, find_cache
 from .engine.backend import check as check
 from .engine.hooks import has_hooks, remove_hooks
 from .errors import ConfigError, NotEnabledError
+from .models.pipelines import find_transformers
 from .selector import backend_class, backend_for_config, own_config
 
 # generated: signatures

@@ -162,7 +162,7 @@ def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
     """A pipeline in host memory, with its LoRAs and quantized weights, for this device."""
     import torch
 
-    from .engine.backend import find_transformers
+    from .models.pipelines import find_transformers
     from .plan.calls import keywords_of
 
     if device.type == "cpu":
@@ -182,7 +182,7 @@ def prepare_pipeline(settings: ModelSettings, device: torch.device) -> Any:
 
 def place_pipeline(pipe: Any, settings: ModelSettings, device: torch.device) -> Any:
     """Move a pipeline to its device, or add hooks that load its weights when they are needed; compile its blocks."""
-    from .engine.backend import find_transformers
+    from .models.pipelines import find_transformers
 
     if settings.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -282,7 +282,7 @@ def _quantize(transformer: torch.nn.Module) -> None:
 
 def image_size(pipe: Any) -> tuple[int, int]:
     """Width and height of the images that a pipeline generates by default."""
-    from .engine.backend import find_transformers
+    from .models.pipelines import find_transformers
     from .zoo.pixels import PixelPipeline
 
     if isinstance(pipe, PixelPipeline):

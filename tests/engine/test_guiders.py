@@ -108,6 +108,36 @@ def test_exception_in_a_pass_that_skips_layers(inside):
     assert torch.equal(run(pipe, "wan", STEPS), plain)
 
 
+def test_a_pass_is_ended_when_the_cache_is_disabled():
+    """Also where the exception ends the `with` block: the layers that it skipped run again."""
+    _, make, _ = GUIDERS["skip layers"]
+    pipe = build("wan", g.ClassifierFreeGuidance(4.0))
+    plain, calls = run(pipe, "wan", STEPS), []
+    pipe.update_components(guider=make())
+
+    def stop(*_):
+        calls.append(None)
+        if len(calls) == 5:  # the first pass without the layers
+            raise KeyboardInterrupt
+
+    hook = pipe.transformer.proj_out.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt), holdover.enable(pipe, "none"):
+        run(pipe, "wan", STEPS)
+    hook.remove()
+    pipe.update_components(guider=g.ClassifierFreeGuidance(4.0))
+    assert torch.equal(run(pipe, "wan", STEPS), plain)
+
+
+def test_a_transformer_compiled_after_enable_keeps_the_names_of_its_passes():
+    pipe = build("wan", g.ClassifierFreeGuidance(4.0))
+    plain = run(pipe, "wan", STEPS)
+    with holdover.enable(pipe, "mag_cache", **NOTHING) as cache:
+        original, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+        assert torch.equal(run(pipe, "wan", STEPS), plain)
+        assert list(cache.stats().last.branches) == ["pred_cond", "pred_uncond"]
+        pipe.transformer = original
+
+
 def test_refusals():
     for target, message in (
         (d.StableDiffusionXLAutoBlocks().init_pipeline(), "Its denoiser is a UNet"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers as d
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import nn
 
 import holdover
-from holdover.engine.backend import find_cache, find_transformers
+from holdover.engine.backend import find_cache
+from holdover.models.pipelines import find_transformers
 from tiny.pipelines import PIPELINES, run
+from tiny.prompted import prompted_flux
 
 TINY = PIPELINES["FluxPipeline"]
 SETTINGS = {
@@ -147,6 +150,39 @@ def test_a_replaced_transformer_is_said_at_the_next_generation(method: str) -> N
     with holdover.enable(pipe, method, **SETTINGS.get(method, {})) as again:
         run(pipe, **TINY.call(steps=6))
         assert again.stats().count == 1
+
+
+def test_a_transformer_that_is_loaded_later_is_said_at_the_next_generation() -> None:
+    tiny = PIPELINES["WanPipeline[2.2]"]
+    pipe = tiny.build()
+    low_noise, pipe.transformer_2 = pipe.transformer_2, None
+    with holdover.enable(pipe, "mag_cache", **SETTINGS["mag_cache"]):
+        pipe.transformer_2 = low_noise
+        with pytest.raises(holdover.EnableError, match="transformer_2 was loaded after the cache was enabled"):
+            run(pipe, **tiny.call(steps=6))
+
+
+def test_inpainting_is_one_loop_in_every_generation() -> None:
+    """It blends the latents of each step, so those that the scheduler returned are gone, as after an exception."""
+    flux = prompted_flux()
+    parts = ("transformer", "scheduler", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    pipe = d.FluxInpaintPipeline(**{name: flux.components[name] for name in parts})
+    pipe.set_progress_bar_config(disable=True)
+    half = torch.zeros(1, 1, 64, 64)
+    half[..., 32:] = 1.0
+    call = {"image": torch.full((1, 3, 64, 64), 0.5), "mask_image": half, "strength": 1.0, "height": 64, "width": 64}
+
+    def generate() -> torch.Tensor:
+        seed = torch.Generator().manual_seed(0)
+        image: torch.Tensor = pipe("a cat", num_inference_steps=8, generator=seed, output_type="pt", **call).images
+        return image
+
+    plain = generate()
+    with holdover.enable(pipe, "plan", schedule=(0, 3, 6), profile="none") as cache:
+        images = [generate() for _ in range(2)]
+        assert [one.trace(one.branches[0]) for one in cache.stats().generations] == ["ChhChhCh"] * 2
+    assert torch.equal(*images)
+    assert torch.equal(generate(), plain)
 
 
 def test_the_same_transformer_compiled_is_not_another() -> None:

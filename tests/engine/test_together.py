@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import cpu_offload_with_hook
+from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks.group_offloading import ModuleGroup
 from peft import LoraConfig
@@ -102,6 +102,34 @@ def test_group_offload_leaves_held_blocks_where_they_are(method, level, order, e
             result(pipe)
     assert generation.held_total >= 8
     assert cached < 0.7 * len(brought)
+
+
+def test_a_signal_leaves_a_group_of_blocks_where_it_was(monkeypatch):
+    pipe, moves = TINY.build(), []
+    for name in ("onload_", "offload_"):
+        plain = getattr(ModuleGroup, name)
+        monkeypatch.setattr(ModuleGroup, name, lambda self, name=name, plain=plain: (moves.append(name), plain(self)))
+    device = torch.device("cpu")
+    pipe.transformer.enable_group_offload(device, device, offload_type="block_level", num_blocks_per_group=2)
+    with holdover.enable(pipe, "tea_cache", rel_l1_thresh=1e9, coefficients=[1.0, 0.0]) as cache:
+        result(pipe)
+        moves.clear()
+        result(pipe)
+        assert cache.stats().last.held_total > 5
+    assert moves.count("onload_") == moves.count("offload_") > 0
+
+
+@pytest.mark.parametrize("name", ["LTXPipeline", "PixArtSigmaPipeline"])
+def test_sequential_offload_where_the_first_block_has_parameters_of_its_own(name):
+    tiny, images = PIPELINES[name], []
+    pipe = tiny.build()
+    for is_offloaded in (False, True):
+        if is_offloaded:
+            cpu_offload(pipe.transformer, torch.device("cpu"))
+        with holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.3, coefficients=[1.0, 0.0]) as cache:
+            images.append(run(pipe, **tiny.call(steps=8)))
+            assert cache.stats().held > 0
+    assert torch.equal(*images)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

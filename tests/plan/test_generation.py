@@ -76,6 +76,23 @@ def test_a_model_without_parameters_or_memory_has_one_too():
     assert fingerprint(ghost) != fingerprint(nn.Identity())
 
 
+def test_weights_on_disk_are_read_from_there(transformer, tmp_path):
+    before = fingerprint(transformer)
+    path = str(tmp_path / "groups")
+    transformer.enable_group_offload(torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=path)
+    assert fingerprint(transformer) == before
+
+
+def test_a_scheduler_whose_step_is_wrapped_is_not_moved():
+    pipe = PIPELINES[FLUX].build()
+    plain_step, calls = pipe.scheduler.step, []
+    pipe.scheduler.step = lambda *args, **kwargs: (calls.append(1), plain_step(*args, **kwargs))[1]
+    plain = run(pipe, **PIPELINES[FLUX].call(steps=8))
+    with holdover.enable(pipe, "plan", schedule=tuple(range(8)), profile="none"):
+        assert torch.equal(run(pipe, **PIPELINES[FLUX].call(steps=8)), plain)
+    assert len(calls) == 16
+
+
 def test_where_the_weights_are_does_not_matter(transformer):
     before = fingerprint(transformer)
     cpu_offload(transformer, torch.device("cpu"))

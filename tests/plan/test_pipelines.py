@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import holdover
+from holdover.plan.generation import guidance_of
 from holdover.plan.search import growing
 from snapshots import denoiser, differences
-from tiny.modular import build, call
+from tiny.modular import GUIDERS, build, call
 from tiny.modular import run as modular_run
 from tiny.pipelines import PIPELINES, run
 from tiny.pipelines_image import quiet
@@ -108,3 +109,23 @@ def test_guider():
             pipe.guider = guider
             with pytest.raises(holdover.ProfileError, match="was measured with ClassifierFreeGuidance"):
                 modular_run(pipe, "wan", STEPS)
+
+
+def test_a_guider_is_known_by_its_settings_as_they_are(tmp_path):
+    """Not as they were given: a setting that is changed later counts, another way to write the same one does not."""
+    _, make, _ = GUIDERS["skip layers"]
+    pipe = build("wan", make())
+    first = guidance_of(pipe)
+    pipe.guider.save_pretrained(tmp_path)
+    for same in (type(pipe.guider).from_pretrained(tmp_path), make()):
+        pipe.update_components(guider=same)
+        assert guidance_of(pipe) == first
+    pipe.guider.skip_layer_guidance_scale = 9.0
+    assert guidance_of(pipe) != first
+    names = []
+    for start in (0, 0.0):
+        pipe.update_components(guider=g.ClassifierFreeGuidance(4.0, start=start))
+        names.append(guidance_of(pipe))
+    assert names[0] == names[1]
+    pipe.guider.guidance_rescale = 0.9
+    assert guidance_of(pipe) != names[0]

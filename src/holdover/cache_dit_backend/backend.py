@@ -17,9 +17,10 @@ from rich.table import Table
 from torch import nn
 
 from ..base import CacheBackend, DiffusionCacheConfig
-from ..engine.backend import EngineBackend, find_cache, find_transformers
+from ..engine.backend import EngineBackend, find_cache
 from ..engine.install import Overrides
 from ..errors import EnableError, NotEnabledError
+from ..models.pipelines import find_transformers
 from .adapters import Adapter, TransformerAdapter, declared_adapter, declared_config
 from .config import CacheDiTConfig, quiet_library
 from .method import CacheDiTMethod, ResidualDiffs

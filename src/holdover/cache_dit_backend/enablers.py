@@ -11,8 +11,8 @@ from typing import Any
 from cache_dit.caching import ForwardPattern
 from torch import nn
 
-from ..engine.backend import find_transformers
 from ..models.inputs import unwrap_module
+from ..models.pipelines import find_transformers
 from .adapters import CacheDiTAdapterConfig, declared_config
 from .backend import (
     CUSTOM_DIT_ENABLERS,

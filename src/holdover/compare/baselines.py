@@ -20,8 +20,8 @@ from diffusers import (
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import nn
 
-from ..engine.backend import find_transformers
 from ..errors import ConfigError
+from ..models.pipelines import find_transformers
 from ..plan.search import uniform
 from ..profiles import Profile
 from .spec import Candidate, Comparison, Custom, FewerSteps, MethodCandidate, Strips

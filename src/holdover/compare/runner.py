@@ -18,7 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ..api import enable
 from ..base import CacheBackend
-from ..engine.backend import find_cache, find_transformers
+from ..engine.backend import find_cache
 from ..errors import ConfigError, HoldoverError, did_you_mean
 from ..metrics import (
     LPIPS_SIDE,
@@ -34,6 +34,7 @@ from ..metrics import (
     ssim,
     worst_frame,
 )
+from ..models.pipelines import find_transformers
 from ..plan.calls import check_video, defaults_of, image_arguments, keywords_of, open_image
 from ..profiles.hub import pin
 from ..video import RATE_KEYWORDS, default_rate

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..models.inputs import unwrap_module
 from ..policies.base import Decision
 from .install import NO_HINT, CachedTransformer, ContextHint, Observed
 
@@ -242,7 +243,7 @@ class ObservedGuider(Observed):
 def find_guiders(pipeline: Any) -> dict[str, Any]:
     """The guiders that a pipeline has at the moment, by component name; None where one is expected and missing."""
     names = getattr(pipeline, "_component_specs", None) or getattr(pipeline, "config", None) or ()
-    parts = {name: getattr(pipeline, name, None) for name in names if name.startswith("guider")}
+    parts = {name: getattr(pipeline, name, None) for name in names if "guider" in name}
     return {name: part if hasattr(part, "_identifier_key") else None for name, part in parts.items()}
 
 
@@ -270,6 +271,8 @@ class PipelineGuiders:
             if any(guider is other for other in guiders):
                 self._observed.append((guider, observed))
             else:
+                if observed.living() == [self]:
+                    observed.end_pass()
                 observed.leave(self)
         for guider in guiders:
             if all(guider is not other for other, _ in self._observed):
@@ -287,7 +290,7 @@ class PipelineGuiders:
     def announce(self, denoiser: Any, hint: ContextHint) -> None:
         """The next forward of a transformer is this pass of a guider."""
         for transformer in self._transformers:
-            if denoiser is transformer.module:
+            if unwrap_module(denoiser) is transformer.core:
                 transformer.context.hint = hint
 
 

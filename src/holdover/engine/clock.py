@@ -109,7 +109,7 @@ class SchedulerClock:
         self._first = self._next = self._grid = None
         self.running, self.stepped = True, False
         self._was_interrupted, self._latents = self._interrupt_flag, None
-        self._steps_elsewhere = False
+        self._steps_elsewhere, self._keeps_latents = False, True
         self._on_start()
 
     def advance(self, arguments: dict[str, Any], result: Any) -> None:
@@ -128,15 +128,18 @@ class SchedulerClock:
     def _interrupt_flag(self) -> bool:
         return getattr(self._pipeline, "_interrupt", False) is True
 
-    def has_lost_its_loop(self) -> bool:
+    def has_lost_its_loop(self, timestep: Any, runs_up: bool) -> bool:
         """Whether the loop that made the last step has ended early; asked at the first forward after each step.
 
         The user has interrupted it, or the latents that it got from the scheduler are gone, as after an exception. A
-        loop that does not keep these latents, because it blends them with others, shows that at its own steps.
+        loop that blends these latents with others, such as inpainting, does not keep them either, but its forward is at
+        the scheduler's next timestep. That is read once a generation.
         """
         gone = self._latents is not None and self._latents() is None
         kept, self._keeps_latents = self._keeps_latents, not gone
-        return (gone and kept) or (self._interrupt_flag and not self._was_interrupted)
+        if self._interrupt_flag and not self._was_interrupted:
+            return True
+        return gone and kept and self._find_level(timestep, runs_up) != self._next
 
     @property
     def grid(self) -> Grid:

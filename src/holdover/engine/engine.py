@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from ..errors import EnableError, HoldoverWarning
 from ..grid import Grid
 from ..models.inputs import collect_host_values, describe_structure, has_fsdp_wrappers, unwrap_module
+from ..models.pipelines import list_transformers
 from ..models.registry import INPUT_SIGNAL
 from ..policies.base import ALWAYS, NOTHING_HELD, Decision
 from ..stats import GenerationStats, Ledger, Stats, StepRecord
@@ -40,6 +42,9 @@ class Engine:
         for name, module in modules.items():
             if all(module is not other.module for other in self.transformers):  # one module may have two names
                 self.transformers.append(CachedTransformer(name, module))
+        cached = [transformer.core for transformer in self.transformers]
+        others = (unwrap_module(module) for module in self._pipeline_transformers().values())
+        self._left_out = weakref.WeakSet(other for other in others if other not in cached)  # on purpose
         self._methods = [method]
         self.notes = self._prepare(method)
         self._runners: dict[tuple[CachedTransformer, type[Method[Any]]], Runner] = {}
@@ -229,8 +234,9 @@ class Engine:
         if hint.name is None:
             conditioning, host_values = transformer.inputs.get_conditioning(arguments), collect_host_values(arguments)
         if self._clock.running:
-            taken_over = self._clock.stepped and self._clock.has_lost_its_loop()
-            step = self._clock.step(hint, timestep, transformer.family.time_runs_up)
+            runs_up = transformer.family.time_runs_up
+            taken_over = self._clock.stepped and self._clock.has_lost_its_loop(timestep, runs_up)
+            step = self._clock.step(hint, timestep, runs_up)
             if step < self._generation.step or (self._clock.stepped and hint.step_index == self._generation.step):
                 self._start()  # the scheduler was set back by hand, or another pipeline runs
             self._clock.stepped = False
@@ -315,13 +321,17 @@ class Engine:
 
     def check_transformers(self) -> None:
         """Raise if the pipeline has got another transformer since: it would run without the cache."""
-        for transformer in self.transformers:
-            current = getattr(self.pipeline, transformer.name, None)
-            if isinstance(current, nn.Module) and unwrap_module(current) is not transformer.core:
+        known = [*(transformer.core for transformer in self.transformers), *self._left_out]
+        for name, module in self._pipeline_transformers().items():
+            if unwrap_module(module) not in known:
+                how = "replaced" if any(transformer.name == name for transformer in self.transformers) else "loaded"
                 raise EnableError(
-                    f"{type(self.pipeline).__name__}.{transformer.name} was replaced after the cache was enabled, so "
-                    "the new one would run without it: disable() the cache and enable it again."
+                    f"{type(self.pipeline).__name__}.{name} was {how} after the cache was enabled, so it would run "
+                    "without it: disable() the cache and enable it again."
                 )
+
+    def _pipeline_transformers(self) -> dict[str, nn.Module]:
+        return {} if self.pipeline is None else list_transformers(self.pipeline)
 
     def _start(self) -> None:
         with self.lock:

@@ -145,6 +145,7 @@ def onloaded(block: nn.Module) -> Iterator[None]:
     """Bring a block's offloaded or sharded weights to the device while its signal is read."""
     registry = getattr(block, "_diffusers_hook", None)
     hook = registry.get_hook("group_offloading") if registry is not None else None
+    hook = hook or getattr(block, "_hf_hook", None)  # diffusers' hook, or accelerate's
     if hook is None:
         with gather_weights(block):
             yield
@@ -154,3 +155,6 @@ def onloaded(block: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.post_forward(block, None)
+        group = getattr(hook, "group", None)
+        if group is not None and group.offload_leader is not block:
+            group.offload_()  # the last block of the group would do that, and on a held step it does not run

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..engine.backend import find_transformers
 from ..engine.engine import Engine
 from ..engine.method import Method
 from ..errors import ConfigError, did_you_mean
 from ..metrics import as_images, get_images
+from ..models.pipelines import find_transformers
 from ..profiles import Profile
 
 Prompt = str | Mapping[str, Any]  # a text, or the keywords of one call of the pipeline

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from ..engine.branches import find_guiders
 from ..engine.clock import SchedulerStep
-from ..engine.install import CachedTransformer
+from ..engine.install import CachedTransformer, iter_registries
 from ..errors import HoldoverWarning, ProfileError, did_you_mean
 from ..grid import Grid
 from ..models.inputs import gather_tensor, get_module_class
@@ -45,7 +46,7 @@ def facts_of(transformer: nn.Module) -> ModelIdentity:
 
 def fingerprint(transformer: nn.Module) -> str:
     """A hash of the parameters' names, shapes and some values of each, as far as they can be read, without adapters."""
-    hashed, samples = hashlib.sha256(), []
+    hashed, samples, on_disk = hashlib.sha256(), [], _parameters_on_disk(transformer)
     for name, parameter in sorted(transformer.named_parameters()):
         if "lora_" in name:
             continue
@@ -54,12 +55,31 @@ def fingerprint(transformer: nn.Module) -> str:
         hashed.update(f"{name.replace('.base_layer', '')} {shape};".encode())
         if packed is not None:
             continue
-        values = _offloaded_values(transformer, name) if parameter.is_meta else parameter.detach()
+        if id(parameter) in on_disk:
+            values: torch.Tensor | None = _read_tensor(*on_disk[id(parameter)])
+        else:
+            values = _offloaded_values(transformer, name) if parameter.is_meta else parameter.detach()
         if values is not None and values.numel():
             samples.append(_sample_values(values))
     if samples:
         hashed.update(torch.cat(samples).cpu().numpy().tobytes())
     return hashed.hexdigest()[:16]
+
+
+def _parameters_on_disk(transformer: nn.Module) -> dict[int, tuple[str, str]]:
+    """File and key of the parameters that diffusers' group offloading has written to disk; in memory they are empty."""
+    found: dict[int, tuple[str, str]] = {}
+    for _, registry in iter_registries(transformer):
+        group: Any = getattr(registry.get_hook("group_offloading"), "group", None)
+        if getattr(group, "_is_offloaded_to_disk", False):
+            found |= {id(tensor): (group.safetensors_file_path, key) for tensor, key in group.tensor_to_key.items()}
+    return found
+
+
+def _read_tensor(path: str, key: str) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(key)
+        return tensor
 
 
 def _offloaded_values(transformer: nn.Module, name: str) -> torch.Tensor | None:
@@ -207,9 +227,10 @@ def guidance_of(pipeline: Any) -> tuple[float | None, str]:
     names = []
     for guider in guiders:
         same_scale = getattr(guider, "guidance_scale", None) == scale
-        settings = {
-            k: v for k, v in guider.config.items() if k[0] != "_" and not (same_scale and k == "guidance_scale")
-        }
+        settings = {k: vars(guider).get(k, v) for k, v in guider.config.items() if k[0] != "_"}
+        if same_scale:
+            settings.pop("guidance_scale", None)
+        settings = {k: float(v) if type(v) is int else v for k, v in settings.items()}
         names.append(f"{type(guider).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})")
     return float(scale) if isinstance(scale, (int, float)) else None, ", ".join(dict.fromkeys(names))
 
@@ -256,7 +277,8 @@ def _run_scheduler(scheduler: Any, grid: Grid, basis: torch.Tensor) -> torch.Ten
     latents = [basis[0]] * (grid.first + 1)
     for step in range(grid.first, grid.count):
         output, latent = (vector.reshape(1, -1, 1, 1) for vector in (basis[1 + step], latents[-1]))
-        stepped = runner.step(output, runner.timesteps[step], latent, return_dict=False)[0]
+        # the class's own method: what is set on the instance, such as a profiler's, is bound to the original
+        stepped = type(runner).step(runner, output, runner.timesteps[step], latent, return_dict=False)[0]
         latents.append(stepped.double().flatten())
     return torch.stack(latents)
 

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..engine.backend import find_transformers
 from ..engine.branches import find_guiders
 from ..engine.clock import SchedulerStep
 from ..engine.engine import Engine
@@ -35,6 +34,7 @@ from ..grid import Grid
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
 from ..models.inputs import unwrap_module
+from ..models.pipelines import find_transformers
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile

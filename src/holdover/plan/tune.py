@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..engine.backend import find_transformers
 from ..errors import ConfigError, HoldoverError
 from ..metrics import PSNR_CAP, each, psnr
+from ..models.pipelines import find_transformers
 from ..profiles import Certificate, MeasuredPlan, Profile, ProfileFacts, QualityEstimate
 from ..profiles.targets import Target
 from .calls import (

@@ -13,10 +13,10 @@ from diffusers import AutoencoderKL, AutoPipelineForImage2Image, FlowMatchEulerD
 from diffusers.image_processor import VaeImageProcessor
 from transformers import PreTrainedTokenizerBase
 
-from ..engine.backend import find_transformers
 from ..errors import EnableError
 from ..loading import image_size, load_pipeline, require_packages
 from ..metrics import get_images
+from ..models.pipelines import find_transformers
 from ..plan.calls import keywords_of, video_limits, video_multiples
 from ..plan.generation import resolve_profile
 from ..video import RATE_KEYWORDS, default_rate, stream_frames

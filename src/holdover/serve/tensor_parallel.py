@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from diffusers import TensorParallelConfig
 
-from ..engine.backend import find_transformers
 from ..errors import EnableError, HoldoverError
 from ..loading import choose_device, place_pipeline, prepare_pipeline
+from ..models.pipelines import find_transformers
 from .model import OnStep, ServedModel, TakeFrame
 from .queue import ImageSpec, Pixels, VideoSpec
 from .settings import Settings

@@ -23,9 +23,9 @@ import torch
 
 from ..base import CacheBackend
 from ..config import Config
-from ..engine.backend import find_transformers
 from ..engine.method import NoneConfig
 from ..errors import HoldoverError, WriteError
+from ..models.pipelines import find_transformers
 from ..plan.generation import resolve_profile
 from ..profiles import MethodProfile, Profile, find
 from ..profiles.hub import pin

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..base import DiffusionCacheConfig
-from ..engine.backend import EngineBackend, find_transformers
+from ..engine.backend import EngineBackend
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer, find_engine
 from ..engine.method import Method
@@ -19,6 +19,7 @@ from ..engine.storage import STORAGES
 from ..errors import WITHOUT_CONSTANTS, ConfigError, EnableError, HoldoverWarning, did_you_mean
 from ..grid import Grid
 from ..models.inputs import get_module_class, unwrap_module
+from ..models.pipelines import find_transformers
 from ..models.registry import EXTRACTOR_REGISTRY, INPUT_SIGNAL, Extractor, Signal, find_extractor
 from ..policies.teacache import Polynomial, TeaCachePolicy
 from ..profiles import TeaCacheFit, TeaCacheProfile, find, shipped

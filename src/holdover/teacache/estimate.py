@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.backend import find_transformers
 from ..engine.engine import Engine
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, NoneConfig
@@ -19,6 +18,7 @@ from ..engine.state import ComputedForward
 from ..errors import ConfigError
 from ..grid import Grid
 from ..models.inputs import iter_tensors
+from ..models.pipelines import find_transformers
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute
 from ..profiles import TeaCacheFit, TeaCacheProfile, save
