@@ -9,7 +9,7 @@ from holdover import ConfigError, PlanConfig
 from holdover.plan.config import QUALITY_TARGETS
 from holdover.profiles import Profile
 
-from .tuned import HELD_BACK, SURE, generate, measured, pipeline, tuned
+from .tuned import HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
 
 
 def planned(profile: Profile, **wanted: str) -> tuple[tuple[int, ...], str]:
@@ -34,6 +34,20 @@ def test_a_higher_quality_computes_more_steps() -> None:
     counts = [len(planned(measured(), quality=quality)[0]) for quality in QUALITY_TARGETS]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
+
+
+def test_nothing_is_expected_of_far_more_steps_than_were_measured() -> None:
+    for steps, is_known in ((3 * STEPS, True), (3 * STEPS + 1, False)):
+        with holdover.enable(pipeline(), "plan", profile=measured(), budget=6) as cache:
+            generate(steps=steps)
+            (note,) = cache.stats().last.notes
+        assert ("expected to keep" in note) == is_known
+        assert ("not known, because the profile was measured with 8 steps" in note) == (not is_known)
+    with (
+        holdover.enable(pipeline(), "plan", profile=measured(), quality="high"),
+        pytest.raises(ConfigError, match="measured with 8 steps, so psnr>=40 is not known of 25: calibrate with"),
+    ):
+        generate(steps=3 * STEPS + 1)
 
 
 def test_the_certified_plan_is_used_where_there_is_one() -> None:

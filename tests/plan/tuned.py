@@ -31,7 +31,7 @@ def tuned(target: str):
     return holdover.tune(pipeline(), measured(), HELD_BACK, target, batch_size=2, **SURE)
 
 
-def generate(prompt="yellow car", seed=7):
+def generate(prompt="yellow car", seed=7, steps=STEPS):
     return pipeline()(
-        prompt, num_inference_steps=STEPS, generator=torch.Generator().manual_seed(seed), output_type="pt"
+        prompt, num_inference_steps=steps, generator=torch.Generator().manual_seed(seed), output_type="pt"
     ).images
