@@ -30,6 +30,7 @@ from ..plan.planner import PlanProblem
 from ..plan.recording import BranchMix, TrajectoryRecord, find_mix, merge_runs
 from ..plan.search import growing
 from ..profiles import Profile, ProfileFacts
+from ..profiles.facts import COMFYUI
 from .model_cache import ModelCache, Settings
 from .sampling import KEY, Sampling
 
@@ -92,7 +93,7 @@ def calibrate(
     preconditioning = merged.preconditioning
     facts = ProfileFacts(
         name=name,
-        pipeline="ComfyUI",
+        pipeline=COMFYUI,
         scheduler=spec.scheduler,
         noise=tuple(spec.noise.tolist()),
         models=((KEY, facts_of(unwrap_module(model.model.diffusion_model))),),

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import ConfigError, ProfileError
 from ..profiles import Certificate, MeasuredPlan, PlannerOptions, Profile
+from ..profiles.facts import COMFYUI
 from ..profiles.targets import Target
 from .config import DEFAULT_BUDGET, PlanConfig, steps_for
 from .error_model import DEFAULT_OPTIONS, Array, ErrorModel, Measurements, Ranges, Weights, fit_output, held_steps
@@ -265,7 +266,9 @@ class Planner:
         expected = next(c for c in candidates if c.psnr(offset) >= target.least and len(c.computed) >= least)
         if quality is None:
             return expected
-        origin = f"{named}expected, not certified; holdover.tune(pipe, profile, {setting}) certifies it"
+        origin = f"{named}expected, not certified"
+        if self._profile.facts.pipeline != COMFYUI:
+            origin += f"; holdover.tune(pipe, profile, {setting}) certifies it"
         return replace(expected, origin=origin)
 
     def _is_too_coarse(self, problem: PlanProblem) -> bool:

@@ -16,6 +16,8 @@ from .targets import Target, check_quality
 
 EFFORTS = ("quick", "standard", "thorough")  # how much a calibration tried on the model
 
+COMFYUI = "ComfyUI"  # the pipeline of a profile that was measured there: it has no certificates
+
 Scalar = str | int | float | bool | None
 T = TypeVar("T")
 
