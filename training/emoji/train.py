@@ -27,7 +27,6 @@ from model import (
     Shape,
     Velocity,
     keep_times_exact,
-    load_shards,
     make_text_encoder,
     make_transformer,
     save_shards,
@@ -35,7 +34,7 @@ from model import (
     wrap_tokenizer,
 )
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -258,11 +257,12 @@ class Trainer:
         self.reseed()
 
     def start_from(self, folder: Path) -> None:
-        """Start with exported weights and a new optimizer, for a lost checkpoint."""
-        for name, tensor in load_shards(folder).items():
-            index = self.names.index(name)
-            self.parameters[index].data.copy_(tensor)
-            self.ema[index].copy_(tensor)
+        """Start with the weights of an exported pipeline and a new optimizer."""
+        for path in sorted(folder.glob("*/*.safetensors")):
+            for name, tensor in load_file(path).items():
+                index = self.names.index(f"{path.parent.name}.{name}")
+                self.parameters[index].data.copy_(tensor)
+                self.ema[index].copy_(tensor)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: average.to(torch.bfloat16) for name, average in zip(self.names, self.best, strict=True)}
@@ -321,7 +321,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="folder with images.npz and captions.jsonl (build_data.py)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, help="checkpoint file (default: OUT/state.safetensors)")
-    parser.add_argument("--start-from", type=Path, help="folder of weights-*.safetensors to start from")
+    parser.add_argument("--start-from", type=Path, help="pipeline folder to start from (export.py)")
     parser.add_argument("--minutes", type=float, help="planned training time over all processes")
     parser.add_argument("--steps", type=int, help="planned steps over all processes")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds until this process ends")
@@ -353,7 +353,7 @@ def main() -> None:
     state = options.state or options.out / "state.safetensors"
     images, rows = read(options.data)
     if options.start_from and not state.exists():
-        shutil.copy(options.start_from / "tokenizer.json", state.with_suffix(".tokenizer.json"))
+        shutil.copy(options.start_from / "tokenizer/tokenizer.json", state.with_suffix(".tokenizer.json"))
     tokenizer = keep_tokenizer(state.with_suffix(".tokenizer.json"), tokenizer_texts(rows), shape.vocabulary)
     splits = {name: load_split(images, rows, name, tokenizer, device) for name in ("train", "val_pair", "val_concept")}
     settings = Settings(
