@@ -76,6 +76,13 @@ def test_a_calibration_that_was_stopped_continues(tmp_path, monkeypatch):
     assert profile.facts.effort == "thorough"
     with pytest.raises(holdover.ConfigError, match="from another calibration"):
         holdover.calibrate(pipeline(), CALIBRATION[::-1], 4, **settings)
+    for other in ({"seed": 99}, {"seams": True}, {"sigmas": [1.0, 0.9, 0.5, 0.2]}):
+        with pytest.raises(holdover.ConfigError, match="from another calibration"):
+            holdover.calibrate(pipeline(), CALIBRATION, 4, **settings, **other)
+    for damage in (b"\xff\xfe", b"{}"):
+        (tmp_path / "unfinished" / "thorough.json").write_bytes(damage)
+        with pytest.raises(holdover.ConfigError, match="is damaged; remove it"):
+            holdover.calibrate(pipeline(), CALIBRATION, 4, **settings)
 
 
 def test_a_moved_step_is_tried_on_all_generations_only_if_it_is_better_on_a_few(tmp_path, monkeypatch):

@@ -276,6 +276,13 @@ def test_memory_is_stated_before_it_is_used(flux, progress, capsys, caplog):
         ({"num_inference_steps": 0}, "num_inference_steps must be a whole number"),
         ({"num_inference_steps": 2.5}, "num_inference_steps must be a whole number"),
         ({"num_inference_steps": True}, "num_inference_steps must be a whole number"),
+        ({"budgets": []}, "budgets is a list"),
+        ({"budgets": 4}, "budgets is a list"),
+        ({"budgets": "3x"}, r"budgets is a list .* not '3x'"),
+        ({"budgets": [2.5]}, "not 2.5"),
+        ({"budgets": [True]}, "not True"),
+        ({"budgets": [0]}, "1 to 8 computed steps, not 0"),
+        ({"budgets": [9]}, "1 to 8 computed steps, not 9"),
     ],
 )
 def test_wrong_arguments_are_errors_before_anything_runs(flux, settings, said):

@@ -16,6 +16,7 @@ from holdover.plan.planner import search_profile
 from holdover.plan.search import neighbors
 from holdover.plan.tune import allowed_misses, fastest_passing, fewest_prompts, p_value
 from holdover.profiles import Profile
+from tiny.prompted import prompted_flux
 
 from .tuned import HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
 
@@ -146,6 +147,50 @@ def test_a_new_certificate_replaces_the_old_one():
     again = holdover.tune(pipeline(), tuned("psnr>=45").profile, HELD_BACK, "psnr>=45", batch_size=2, **SURE)
     assert len(again.profile.facts.certificates) == 1
     assert again.certificate == tuned("psnr>=45").certificate
+
+
+def test_a_certificate_is_for_the_conditions_it_was_tested_under():
+    found = holdover.tune(pipeline(), measured(), HELD_BACK, "psnr>=35", batch_size=2, guidance_scale=7.0, **SURE)
+    assert measured().facts.guidance == 3.5
+    assert found.certificate.guidance == 7.0
+    said = {}
+    for guidance in (3.5, 7.0):
+        with holdover.enable(pipeline(), "plan", profile=found.profile, target="psnr>=35") as cache:
+            pipeline()("yellow car", num_inference_steps=STEPS, guidance_scale=guidance, output_type="latent")
+            (said[guidance],) = cache.stats().last.notes
+    assert "certified for psnr>=35" in said[7.0]
+    assert "certified for" not in said[3.5]
+
+
+def test_nothing_is_certified_where_other_branches_run_than_were_tested():
+    with holdover.enable(pipeline(), "plan", profile=tuned("psnr>=45").profile, target="psnr>=45") as cache:
+        generate()
+        assert "certified for psnr>=45" in cache.stats().last.notes[0]
+        call = {"true_cfg_scale": 4.0, "negative_prompt": "bad", "output_type": "latent"}
+        pipeline()("yellow car", num_inference_steps=STEPS, **call)
+        (note,) = cache.stats().last.notes
+        assert len(cache.stats().last.branches) == 2
+        assert "not known, because other branches run" in note
+        assert "certified for" not in note
+        generate()
+        assert "certified for psnr>=45" in cache.stats().last.notes[0]
+
+
+def test_trials_are_of_the_weights_that_were_measured(tmp_path):
+    other = prompted_flux()
+    with torch.no_grad():
+        other.transformer.proj_out.weight.mul_(0.5)
+    with pytest.raises(holdover.ProfileError, match="measured on other weights"):
+        holdover.tune(other, measured(), HELD_BACK, **SURE)
+    with pytest.raises(holdover.ProfileError, match="measured on other weights"):
+        holdover.polish(other, measured(), 3, HELD_BACK, progress=False)
+    with pytest.raises(holdover.ConfigError, match="two prompts at least"):
+        holdover.polish(pipeline(), measured(), 3, "red apple", progress=False)
+    with pytest.raises(holdover.ProfileError, match="Trials need a profile"):
+        holdover.tune(pipeline(), "none", HELD_BACK, **SURE)
+    path = measured().save(tmp_path / "measured.safetensors")
+    with pytest.raises(holdover.ConfigError, match="held-back prompts cannot show"):
+        holdover.tune(pipeline(), path, HELD_BACK, progress=False)
 
 
 def test_a_tuned_profile_is_saved_and_loaded(tmp_path):

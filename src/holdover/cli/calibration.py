@@ -147,7 +147,7 @@ def tune(
     from .. import plan
     from ..compare import build_frontier_comparison
     from ..loading import load_pipeline
-    from ..plan.calls import built_in_prompts, prompts_from_file
+    from ..plan.calls import GENERATIONS, built_in_prompts, prompts_from_file
     from ..profiles import Profile
     from ..report import Prediction
 
@@ -155,7 +155,7 @@ def tune(
     given = prompts_from_file(prompts) if prompts else None
     pipe = load_pipeline(model)
     arguments = model.call_arguments(pipe)
-    chosen = (given or built_in_prompts(pipe)[measured.facts.prompts :])[:num]
+    chosen = (given or built_in_prompts(pipe)[max(GENERATIONS, measured.facts.prompts) :])[:num]
     options: dict[str, Any] = {"quality": quality, "share": share, "batch_size": batch_size}
     found = plan.tune(pipe, measured, chosen, target, confidence, **options, **arguments)
     found.profile.save(out)

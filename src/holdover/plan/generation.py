@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer, iter_registries
 from ..errors import HoldoverWarning, ProfileError, did_you_mean
 from ..grid import Grid
-from ..models.inputs import gather_tensor, get_module_class
+from ..models.inputs import gather_tensor, get_module_class, unwrap_module
+from ..models.pipelines import find_transformers
 from ..predictors import Newton
 from ..profiles import ModelIdentity, Profile, ProfileFacts, measured
 from ..profiles.files import SUFFIX
@@ -164,6 +166,24 @@ def check_profile(profile: Profile, name: str, transformer: nn.Module) -> None:
             HoldoverWarning,
             stacklevel=2,
         )
+
+
+def load_measured(profile: Profile | str | PathLike[str], pipeline: Any) -> Profile:
+    """A profile, or that of a path, an address or a shipped name, for trials on the pipeline that was measured.
+
+    An error if its weights are others: what is found there would be taken for a fact about the measured ones.
+    """
+    transformers = find_transformers(pipeline)
+    found = resolve_profile(
+        str(profile) if isinstance(profile, PathLike) else profile, next(iter(transformers.values()))
+    )
+    if found is None:
+        raise ProfileError('Trials need a profile: give the result of holdover.calibrate, or its path; "none" is none.')
+    for name, module in transformers.items():
+        known = dict(found.facts.models).get(name)
+        if known is not None and known.fingerprint != fingerprint(unwrap_module(module)):
+            raise ProfileError(f"Profile {found.name!r} was measured on other weights. Calibrate again.")
+    return found
 
 
 @dataclass(frozen=True, eq=False)

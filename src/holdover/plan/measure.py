@@ -39,6 +39,7 @@ from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
 from ..profiles import Profile, ProfileFacts, TeaCacheProfile
 from ..profiles.facts import EFFORTS
+from ..profiles.files import write_file
 from ..teacache.estimate import SignalMeasure
 from .calls import (
     GENERATIONS,
@@ -54,7 +55,7 @@ from .calls import (
 from .config import PlanConfig, steps_for
 from .error_model import Array, ErrorModel, Measurements, Weights, held_steps
 from .estimate import OutputMonitor, OutputTable
-from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, model_output
+from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, guidance_of, model_output
 from .method import PlanMethod
 from .planner import PlanProblem
 from .polish import expected_generations, improve
@@ -66,6 +67,7 @@ logger = logging.getLogger(__name__)
 _PROBE_INTERVAL = 6  # the probe computes one step in so many
 _POLYNOMIAL_DEGREE = 4  # of TeaCache's rescaling
 _MEASURED = "measured.safetensors"  # in the folder of a calibration that can be continued
+_IDENTITY = "measured.sha256"  # written last
 DEFAULT_PROMPTS = {"quick": GENERATIONS, "standard": 16, "thorough": 64}
 _LIBRARIES = ("holdover", "torch", "diffusers", "transformers")
 
@@ -104,8 +106,6 @@ def calibrate(
     """
     if effort not in EFFORTS:
         raise ConfigError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.{did_you_mean(effort, EFFORTS)}")
-    for budget in budgets:
-        steps_for(budget, num_inference_steps)
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         raise ConfigError(f"Calibrating needs a pipeline with a scheduler; {type(pipe).__name__} has none.")
     if guidance_scale is not None and any(find_guiders(pipe).values()):
@@ -123,8 +123,10 @@ def calibrate(
         )
     folder = None if resume is None else Path(resume)
     caller, begin = Caller(pipe, num_inference_steps, guidance_scale, call), time.perf_counter()
+    _check_budgets(budgets, num_inference_steps)
     batches, name = make_batches(chosen, batch_size, seed), name or f"calibrated-{type(pipe).__name__}"
-    profile = None if folder is None else _resumed(folder, caller, chosen, name)
+    identity = _identify(caller, seed, batch_size, seams)
+    profile = None if folder is None else _resumed(folder, caller, chosen, name, identity)
     if profile is None:
         measuring = expected_cost(len(chosen), num_inference_steps, "quick", budgets)
         cost = expected_cost(len(chosen), num_inference_steps, effort, budgets)
@@ -139,6 +141,7 @@ def calibrate(
         profile = profile.with_facts(cost=spent)
         if folder is not None:
             profile.save(folder / _MEASURED)
+            write_file(folder / _IDENTITY, identity.encode())
     if effort == "quick":
         return profile
     shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress}
@@ -163,10 +166,31 @@ def expected_cost(prompts: int, steps: int, effort: str, budgets: Sequence[int |
     return prompts * (1 + 1 / _PROBE_INTERVAL) + trials
 
 
-def _resumed(folder: Path, caller: Caller, prompts: Sequence[Prompt], name: str) -> Profile | None:
+def _check_budgets(budgets: Sequence[int | str], steps: int) -> None:
+    """Refuse budgets that no plan of so many steps can have, before anything is measured."""
+    if isinstance(budgets, (str, int, float)) or not budgets:
+        raise ConfigError(f'budgets is a list of computed steps or speed-ups, such as [8, "4x"], not {budgets!r}.')
+    for budget in budgets:
+        if isinstance(budget, bool) or not isinstance(budget, (int, str)):
+            raise ConfigError(f'A budget is a number of computed steps or a speed-up like "4x", not {budget!r}.')
+        if not 1 <= (budget if isinstance(budget, int) else steps_for(budget, steps)) <= steps:
+            raise ConfigError(f"A budget for {steps} steps is 1 to {steps} computed steps, not {budget}.")
+
+
+def _identify(caller: Caller, seed: int, batch_size: int, seams: bool) -> str:
+    """A hash of what a measurement depends on and its profile does not record."""
+    scheduler, guider = caller.pipe.scheduler, guidance_of(caller.pipe)[1]
+    config = f"{type(scheduler).__name__} {sorted(getattr(scheduler, 'config', {}).items(), key=str)}"
+    own = {"seed": seed, "batch_size": batch_size, "seams": seams, "scheduler": config, "guider": guider}
+    return hash_prompts([{key: str(value) for key, value in own.items()}, dict(caller.settings)])
+
+
+def _resumed(folder: Path, caller: Caller, prompts: Sequence[Prompt], name: str, identity: str) -> Profile | None:
     """The measurements of a calibration that was stopped, if it got that far."""
-    if not (folder / _MEASURED).exists():
+    if not (folder / _MEASURED).exists() or not (folder / _IDENTITY).exists():
         return None
+    if (folder / _IDENTITY).read_bytes() != identity.encode():
+        raise ConfigError(f"{folder} is from another calibration; remove it to begin again.")
     profile = Profile.load(folder / _MEASURED)
     facts, transformers = profile.facts, find_transformers(caller.pipe)
     same = (facts.prompts_hash, len(facts.noise), facts.name, dict(facts.call)) == (

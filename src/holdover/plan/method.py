@@ -33,7 +33,7 @@ from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
-from .planner import Plan, Planner, PlanProblem, plan_problem
+from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
 
@@ -71,6 +71,7 @@ class _GenerationState:
     plan: Plan
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
+    as_measured: bool = True  # the branches that run are those whose quality is known
 
 
 class PlanMethod(Method[PlanConfig]):
@@ -105,9 +106,9 @@ class PlanMethod(Method[PlanConfig]):
         return 0 if measured else Method.least_steps
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan that was made last."""
-        return next(reversed(self._plans.values()), None)
+    def planned(self) -> tuple[PlanProblem, Plan] | None:
+        """The kind of generation that was planned last, and its plan."""
+        return next(reversed(self._plans.items()), None)
 
     @property
     def generation_notes(self) -> tuple[str, ...]:
@@ -196,7 +197,10 @@ class PlanMethod(Method[PlanConfig]):
         return state.plan.weights.get(step)
 
     def _check_branches(self, state: _GenerationState) -> None:
-        """After the first step: if the branches are not those that were measured, all of them get the same weights."""
+        """After the first step: if the branches are not those that were measured, all of them get the same weights.
+
+        Then nothing is promised, unless the guidance scale itself leaves one branch.
+        """
         state.branches_known = True
         measured = set(state.problem.branches)
         count = len(state.branches) * self._transformers[0].groups.cfg_rank[1]
@@ -207,6 +211,22 @@ class PlanMethod(Method[PlanConfig]):
                 factors = self._planner.timestep_factors(merged, state.plan.computed)
                 self._merged_plans[merged] = replace(state.plan, weights=weights, timestep_factors=factors)
             state.problem, state.plan = merged, self._merged_plans[merged]
+            state.as_measured = not all(self._mix(state.problem.spec.guidance))
+        elif count > 1 and len(self._mix(None)) == 1:
+            state.as_measured = False
+        if not state.as_measured:
+            note = f"plan: {len(state.plan.computed)} of {state.problem.spec.length} steps computed; what they keep is "
+            note += "not known, because other branches run than were measured (another kind of guidance)"
+            state.plan = replace(state.plan, notes=(note,))
+            if self._stats is not None:
+                self._stats.notes = state.plan.notes
+
+    def _mix(self, guidance: float | None) -> tuple[float, ...]:
+        """The mix of the measured branches at a guidance scale, empty without a profile."""
+        if self._profile is None:
+            return ()
+        facts = self._profile.facts
+        return mix_for_guidance(facts.mix, facts.guidance, guidance)
 
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
         """Show the monitor what the scheduler got."""
@@ -234,7 +254,7 @@ class PlanMethod(Method[PlanConfig]):
             return
         monitor.close()
         facts = self._profile.facts
-        if self._stats is not None:
+        if self._stats is not None and state.as_measured:
             self._stats.estimate = partial(monitor.expected_quality, facts.estimates)
         measured = facts.surprise and state.problem.spec.length <= len(facts.noise)  # not on a finer grid
         factor = monitor.mismatch(facts.surprise[0]) if measured else None

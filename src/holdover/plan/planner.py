@@ -239,7 +239,7 @@ class Planner:
             for certificate in self._profile.facts.certificates
             if self.fits_weights
             and self._config.quantity == "output"
-            and _applies(certificate, problem.spec)
+            and applies(certificate, problem.spec)
             and certificate.adapters == problem.spec.adapters
             and certificate.plan
             == digest_weights(
@@ -279,7 +279,7 @@ class Planner:
     def _tried_schedules(self, problem: PlanProblem) -> list[MeasuredPlan]:
         """The profile's schedules that were tried on the model under the same conditions and branches."""
         known = () if self._profile is None else self._profile.facts.schedules
-        return [s for s in known if s.branches in ((), problem.branches) and _applies(s, problem.spec)]
+        return [s for s in known if s.branches in ((), problem.branches) and applies(s, problem.spec)]
 
 
 def _hold_weights(computed: Collection[int], ranges: Ranges) -> dict[int, Weights]:
@@ -287,7 +287,7 @@ def _hold_weights(computed: Collection[int], ranges: Ranges) -> dict[int, Weight
     return {step: Weights(before[-1:], (1.0,)) for step, before in held_steps(computed, ranges).items()}
 
 
-def _applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
+def applies(tried: MeasuredPlan | Certificate, spec: GenerationSpec) -> bool:
     """Whether a trial is valid for a generation: same noise levels, all of them run, same scheduler and guidance."""
     return (
         tried.scheduler == spec.scheduler

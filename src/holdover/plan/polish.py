@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,9 +29,10 @@ from ..errors import ConfigError
 from ..metrics import PSNR_CAP
 from ..profiles import MeasuredPlan, PlannerOptions, Profile
 from ..profiles.files import decode, encode, parse_json, write_file
-from .calls import GENERATIONS, Caller, Prompt, built_in_prompts, hash_prompts, make_batches
+from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
+from .generation import load_measured
 from .planner import search_profile, stored_factors, stored_weights
 from .recorded import RecordedBatch
 from .replay import UNCHANGED, Factors, Replay
@@ -61,7 +63,7 @@ Candidate = tuple[tuple[int, ...], PlannerOptions]  # computed steps, and the op
 
 def polish(
     pipe: Any,
-    profile: Profile | str,
+    profile: Profile | str | PathLike[str],
     budget: int,
     prompts: Sequence[Prompt] | None = None,
     *,
@@ -78,7 +80,7 @@ def polish(
     training; the planner's options for other budgets stay as they are. If no plan is better than the profile's own, it
     keeps that. `profile` is a Profile, or the path or address of one.
     """
-    profile = Profile.load(profile) if isinstance(profile, str) else profile
+    profile = load_measured(profile, pipe)
     shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress, "iterations": iterations}
     improved = improve(pipe, profile, [budget], prompts, True, trials, **shared, **call)
     return improved.with_facts(options=profile.facts.options, effort=profile.facts.effort, cost=profile.facts.cost)
@@ -105,7 +107,7 @@ def improve(
     in that file, and a run that was stopped continues from it. Raises a ReplayError where generations cannot be
     replayed without the pipeline.
     """
-    chosen = list(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
+    chosen = as_prompts(built_in_prompts(pipe)[:GENERATIONS] if prompts is None else prompts)
     frontier = search_profile(profile).frontier
     counts = budget_counts(budgets, frontier, len(profile.facts.noise))
     if len(chosen) < 2:
@@ -173,8 +175,13 @@ class TrialLog:
         self._path, self._identity = path, identity
         self._found: dict[str, Any] = {}
         if path is not None and path.exists():
-            known = parse_json(path.read_text(encoding="utf-8"), str(path))
-            if not isinstance(known, dict) or known.get("identity") != identity:
+            try:
+                known = parse_json(path.read_text(encoding="utf-8"), str(path))
+            except UnicodeDecodeError:
+                known = None
+            if not isinstance(known, dict) or not isinstance(known.get("trials"), dict):
+                raise ConfigError(f"{path} is damaged; remove it to begin again.")
+            if known.get("identity") != identity:
                 raise ConfigError(f"{path} is from another calibration; remove it to begin again.")
             self._found = known["trials"]
 

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -25,7 +26,6 @@ from tqdm.auto import tqdm
 
 from ..errors import ConfigError, HoldoverError
 from ..metrics import PSNR_CAP, each, psnr
-from ..models.pipelines import find_transformers
 from ..profiles import Certificate, MeasuredPlan, Profile, ProfileFacts, QualityEstimate
 from ..profiles.targets import Target
 from .calls import (
@@ -41,9 +41,9 @@ from .calls import (
 from .config import METRICS, PlanConfig
 from .error_model import Array
 from .estimate import fit_estimate
-from .generation import adapters
+from .generation import GenerationSpec, load_measured
 from .method import PlanMethod
-from .planner import Plan, search_profile
+from .planner import Plan, applies, search_profile
 from .search import CandidateSchedule
 
 T = TypeVar("T")
@@ -100,8 +100,9 @@ class Trials:
                 if stop(values):
                     break
         estimate = fit_estimate(plan, np.concatenate(features), kept) if features else None
-        assert method.plan is not None
-        return TrialRun(values, min(fmean(kept), PSNR_CAP), method.plan, estimate)
+        assert method.planned is not None
+        problem, made = method.planned
+        return TrialRun(values, min(fmean(kept), PSNR_CAP), made, problem.spec, estimate)
 
 
 class _WatchedPlan(PlanMethod):
@@ -112,11 +113,12 @@ class _WatchedPlan(PlanMethod):
 
 @dataclass(frozen=True)
 class TrialRun:
-    """A schedule on the prompts: the quality of each image, their mean PSNR, the plan, and an estimate of the PSNR."""
+    """A schedule on the prompts: the quality of each image, their mean PSNR, the plan, what ran, and an estimate."""
 
     values: list[float]
     psnr: float
     plan: Plan
+    spec: GenerationSpec
     estimate: QualityEstimate | None
 
 
@@ -151,7 +153,7 @@ class TuningResult:
 
 def tune(
     pipe: Any,
-    profile: Profile | str,
+    profile: Profile | str | PathLike[str],
     prompts: Prompt | Sequence[Prompt] | None = None,
     target: str | None = None,
     confidence: float = 0.95,
@@ -170,7 +172,7 @@ def tune(
     the rest of the built-in list. Candidates are tried from slow to fast, each until it has passed or can no longer
     pass; the plan that is certified is stored with its weights. `profile` is a Profile, or the path or address of one.
     """
-    profile = Profile.load(profile) if isinstance(profile, str) else profile
+    profile = load_measured(profile, pipe)
     if quality is not None:
         profile = profile if target is None else profile.with_quality(quality, target)
         target = profile.target_of(quality)
@@ -204,36 +206,36 @@ def tune(
     certificate = Certificate(
         target=str(wanted),
         computed=best.computed,
-        noise=facts.noise,
+        noise=tuple(run.spec.noise.tolist()),
         share=share,
         confidence=confidence,
         prompts=len(run.values),
         below=wanted.misses(run.values),
         prompts_hash=hash_prompts(chosen),
-        scheduler=scheduler,
+        scheduler=run.spec.scheduler,
         plan=run.plan.digest,
-        guidance=facts.guidance,
-        adapters=tuple(a for module in find_transformers(pipe).values() for a in adapters(module)),
+        guidance=run.spec.guidance,
+        adapters=run.spec.adapters,
     )
     others = tuple(c for c in facts.certificates if c.target != certificate.target)
     certified = profile.with_facts(certificates=(*others, certificate)).with_estimate(run.estimate)
-    if len(best.computed) not in improved:  # weights that are stored are the same in later versions and elsewhere
-        certified = certified.with_plan(_as_measured(run, facts, scheduler))
+    if not any(plan.computed == best.computed and applies(plan, run.spec) for plan in known):
+        certified = certified.with_plan(_as_measured(run, facts))  # stored weights are the same in later versions too
     return TuningResult(certified, certificate, tuple(tried), str(wanted))
 
 
-def _as_measured(run: TrialRun, facts: ProfileFacts, scheduler: str) -> MeasuredPlan:
+def _as_measured(run: TrialRun, facts: ProfileFacts) -> MeasuredPlan:
     """The plan of a trial as a profile stores it."""
     plan, weights = run.plan, [held for _, held in sorted(run.plan.weights.items())]
     return MeasuredPlan(
-        noise=facts.noise,
-        scheduler=scheduler,
+        noise=tuple(run.spec.noise.tolist()),
+        scheduler=run.spec.scheduler,
         computed=plan.computed,
         weights=tuple(value for held in weights for value in held.values),
         origin="certified",
         psnr=run.psnr,
         branches=facts.branches if any(len(held.values) > len(held.anchors) for held in weights) else (),
-        guidance=facts.guidance,
+        guidance=run.spec.guidance,
         depth=max((len(held.anchors) for held in weights), default=1),
     )
 
