@@ -264,6 +264,32 @@ def test_something_that_is_no_file(tmp_path):
         Profile.load(tmp_path / "text.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"effort": "banana"}, "its effort is 'banana'"),
+        ({"prompts": -4}, "measured on -4 prompts"),
+        ({"psnr_offset": 1e308}, "psnr_offset is 1e"),
+        ({"schedules": [{"computed": (0, 99)}]}, r"a plan computes \(0, 99\) of 6 steps"),
+        ({"schedules": [{"computed": (2, 0)}]}, "a plan computes"),
+        ({"schedules": [{"depth": 0}]}, "a plan has depth 0"),
+        ({"schedules": [{"weights": (float("inf"),)}]}, "must be finite"),
+        ({"certificates": [{"share": 7.0}]}, "the share of a certificate is 7.0"),
+        ({"certificates": [{"target": "lips>=3"}]}, "no metric 'lips'"),
+        ({"certificates": [{"computed": ()}]}, "a certificate computes"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(changes, said):
+    with pytest.raises(ProfileError, match=said):
+        dataclasses.replace(facts(), **{key: with_each(key, value) for key, value in changes.items()})
+
+
+def with_each(name, value):
+    """The first schedule or certificate with other values; anything else as it is."""
+    kinds = {"schedules": facts().schedules, "certificates": facts().certificates}
+    return tuple(dataclasses.replace(kinds[name][0], **one) for one in value) if name in kinds else value
+
+
 @pytest.mark.parametrize("name", ["grams", "growth"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_numbers_that_are_not_finite(name, value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from ..errors import ConfigError, ProfileError
@@ -16,6 +17,7 @@ from .targets import Target, check_quality
 
 EFFORTS = ("quick", "standard", "thorough")  # how much a calibration tried on the model
 
+_LARGEST_OFFSET = 200.0  # dB: from the error of a latent to that of an image
 COMFYUI = "ComfyUI"  # the pipeline of a profile that was measured there: it has no certificates
 
 Scalar = str | int | float | bool | None
@@ -224,6 +226,9 @@ class MeasuredPlan:
 
     def __post_init__(self) -> None:
         factors, count = self.timestep_factors, len(self.computed)
+        _check_computed("a plan", self.computed, len(self.noise))
+        require(self.depth >= 1, f"a plan has depth {self.depth}")
+        _finite("weights and psnr of a plan", (*self.weights, self.psnr))
         require(len(factors) in (0, count), f"a plan has {len(factors)} timestep_factors for {count} computed steps")
         require(all(0.5 <= f <= 2 for f in factors), "the timestep_factors of a plan must be 0.5 to 2")
 
@@ -244,6 +249,16 @@ class Certificate:
     plan: str
     guidance: float | None = None
     adapters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_computed("a certificate", self.computed, len(self.noise))
+        for name in ("share", "confidence"):
+            value = getattr(self, name)
+            require(0 < value < 1, f"the {name} of a certificate is {value}, not between 0 and 1")
+        try:
+            Target.parsed(self.target)
+        except ConfigError as error:
+            raise ProfileError(str(error)) from None
 
     def __str__(self) -> str:
         return (
@@ -320,6 +335,10 @@ class ProfileFacts:
     qualities: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        require(self.effort in EFFORTS, f"its effort is {self.effort!r}")
+        require(self.prompts >= 1, f"it was measured on {self.prompts} prompts")
+        offset = self.psnr_offset
+        require(offset is None or abs(offset) < _LARGEST_OFFSET, f"its psnr_offset is {offset}")
         try:
             for name, target in self.qualities:
                 check_quality(name)
@@ -331,6 +350,11 @@ class ProfileFacts:
 def _get_branch(branches: tuple[tuple[str, T], ...], name: str) -> T:
     known = dict(branches)
     return next((known[candidate] for candidate in (name, "", "cond") if candidate in known), branches[0][1])
+
+
+def _check_computed(what: str, computed: tuple[int, ...], steps: int) -> None:
+    ascending = all(a < b for a, b in pairwise((-1, *computed, steps)))
+    require(ascending and len(computed) > 0, f"{what} computes {computed} of {steps} steps")
 
 
 def _finite(name: str, values: Iterable[float]) -> None:
