@@ -232,8 +232,8 @@ def _differences(plan: TrainedPlan, batches: Sequence[RecordedBatch]) -> Tensor:
 def _differentiable(replay: Replay) -> Iterator[None]:
     """The transformers without gradients of their own, with gradient checkpointing if they are large.
 
-    Attention is not cuDNN's meanwhile: on Hopper, its backward reads memory that is not its own or returns NaN for some
-    shapes (https://github.com/pytorch/pytorch/issues/196678).
+    Attention is not cuDNN's meanwhile, which PyTorch prefers on Hopper: for some shapes its backward returns NaN
+    (https://github.com/pytorch/pytorch/issues/196678).
     """
     modules: list[Any] = replay.modules
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
