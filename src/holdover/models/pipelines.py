@@ -16,10 +16,8 @@ def find_transformers(target: Any) -> dict[str, nn.Module]:
     """The denoising transformers of a pipeline by attribute name, or the transformer that was given."""
     found = list_transformers(target)
     if not found:
-        nothing, components = (
-            f"{type(target).__name__} has no transformer to cache.",
-            _get_attribute(target, "components"),
-        )
+        nothing = f"{type(target).__name__} has no transformer to cache."
+        components = _get_attribute(target, "components")
         if _get_attribute(target, "unet") is not None or (isinstance(components, Mapping) and "unet" in components):
             raise EnableError(f"{nothing} Its denoiser is a UNet, and only transformers are cached.")
         if hasattr(target, "init_pipeline"):

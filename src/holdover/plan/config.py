@@ -20,9 +20,9 @@ _SPEED_UP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*x\s*")
 
 def steps_for(budget: int | str, steps: int) -> int:
     """The number of computed steps that a budget (`10` or `"4x"`) allows in a generation of `steps` steps."""
-    if isinstance(budget, int):
+    if isinstance(budget, int) and not isinstance(budget, bool):
         return min(budget, steps)
-    match = _SPEED_UP.fullmatch(budget)
+    match = _SPEED_UP.fullmatch(budget) if isinstance(budget, str) else None
     if match is None or float(match[1]) < 1:
         raise ConfigError(
             f"A budget is a number of computed steps or a speed-up of at least 1x like '4x', not {budget!r}."

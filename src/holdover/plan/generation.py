@@ -57,10 +57,13 @@ def fingerprint(transformer: nn.Module) -> str:
         hashed.update(f"{name.replace('.base_layer', '')} {shape};".encode())
         if packed is not None:
             continue
+        values: torch.Tensor | None = parameter.detach()
         if id(parameter) in on_disk:
-            values: torch.Tensor | None = _read_tensor(*on_disk[id(parameter)])
-        else:
-            values = _offloaded_values(transformer, name) if parameter.is_meta else parameter.detach()
+            path, key = on_disk[id(parameter)]
+            with safe_open(path, framework="pt") as file:
+                values = file.get_tensor(key)
+        elif parameter.is_meta:
+            values = _offloaded_values(transformer, name)
         if values is not None and values.numel():
             samples.append(_sample_values(values))
     if samples:
@@ -76,12 +79,6 @@ def _parameters_on_disk(transformer: nn.Module) -> dict[int, tuple[str, str]]:
         if getattr(group, "_is_offloaded_to_disk", False):
             found |= {id(tensor): (group.safetensors_file_path, key) for tensor, key in group.tensor_to_key.items()}
     return found
-
-
-def _read_tensor(path: str, key: str) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(key)
-        return tensor
 
 
 def _offloaded_values(transformer: nn.Module, name: str) -> torch.Tensor | None:
