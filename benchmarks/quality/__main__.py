@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budgets", type=_numbers, default=None, help="computed steps of 50, such as 6,8,10")
     parser.add_argument("--searched", type=int, default=None, help="prompts that settings are searched on")
     parser.add_argument("--tries", type=int, default=None, help="settings tried of each kind")
-    parser.add_argument("--polished-on", type=int, default=None, help="prompts of an effort's calibration")
+    parser.add_argument("--effort-prompts", type=int, default=None, help="prompts of an effort's calibration")
     parser.add_argument("--tf32", action="store_true", default=None, help="matrix products in TF32, uncached ones too")
     parser.add_argument("--quick", action="store_true", help="a small version of every part, to check that it runs")
     parser.add_argument("--out", type=Path, default=None, help="result file; an existing one is continued")
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, out: Path) -> None:
     from .bench import QUICK, Scale
     from .parts import measure
 
-    names = ("model", "prompts", "batch", "searched", "tries", "polished_on", "tf32")
+    names = ("model", "prompts", "batch", "searched", "tries", "effort_prompts", "tf32")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.budgets:
         given |= {"budgets": options.budgets, "beyond": ()}

@@ -52,11 +52,10 @@ class Scale:
     other_steps: tuple[tuple[int, tuple[int, ...]], ...] = ((28, (10, 15)), (20, (10, 15)))
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
-    polished_on: int = 128
+    effort_prompts: int = 128
     trained: tuple[int, ...] = (8, 10)
     trained_on: int = 128
     iterations: int = 240
-    trials: int = 20
     searched: int = 32
     tries: int = 8
     halvings: int = 6
@@ -92,11 +91,10 @@ QUICK = Scale(
     other_steps=((6, (3,)), (5, (3,))),
     generations=(1, 2),
     guidances=(6.0,),
-    polished_on=4,
+    effort_prompts=4,
     trained=(4,),
     trained_on=2,
     iterations=2,
-    trials=4,
     searched=1,
     tries=1,
     halvings=2,
@@ -362,24 +360,12 @@ class Bench:
                     self._calibrate(sampling, count).save(path)
         return str(path)
 
-    def polish(self, sampling: Sampling, budget: int) -> Profile:
-        """The profile with a plan improved by trial runs on more calibration prompts, none of which is tested."""
-        return holdover.polish(
-            self.pipe,
-            self.profile(sampling),
-            budget,
-            self.calibration_prompts[: self.scale.polished_on],
-            trials=self.scale.trials,
-            batch_size=self.scale.batch,
-            progress=False,
-        )
-
     def calibrate(self, sampling: Sampling, effort: str, budgets: Sequence[int]) -> Profile:
-        """The model measured with some effort for these budgets, on as many prompts as plans are polished on."""
+        """The model measured with some effort for these budgets, on calibration prompts, none of which is tested."""
         with self._scheduler(sampling.scheduler):
             return holdover.calibrate(
                 self.pipe,
-                self.calibration_prompts[: self.scale.polished_on],
+                self.calibration_prompts[: self.scale.effort_prompts],
                 sampling.steps,
                 guidance_scale=sampling.guidance,
                 effort=effort,

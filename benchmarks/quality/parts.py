@@ -57,20 +57,21 @@ def all_parts(scale: Scale) -> dict[str, Part]:
     main, short = Sampling(scale.steps), Sampling(scale.fewer_steps)
     plans: dict[str, Table] = {"plan": rows.planned, "plan without a profile": rows.unmeasured}
     fewer: dict[str, Table] = {"fewer steps": rows.fewer_steps}
-    polished: dict[str, Table] = {"plan, polished": rows.polished}
     few = [_parts(EFFORT | fewer, Sampling(steps), budgets) for steps, budgets in FEW.items()]
     tables = {scale.steps: scale.budgets, scale.fewer_steps: scale.fewer_budgets, **FEW}
     thorough = [  # a part for each budget, because it costs many times as much
         _parts({f"effort thorough at {budget}": partial(rows.planned_with, "thorough")}, Sampling(steps), (budget,))
-        for steps, budgets in reversed(tables.items())
+        for steps, budgets in tables.items()
         for budget in budgets
     ]
     return {
         **_parts(EFFORT, main, scale.budgets),
+        **{name: part for parts in thorough for name, part in parts.items()},
         **_parts(OTHERS, main, (*scale.budgets, *scale.beyond)),
         **_parts(plans, main, scale.budgets),
         **_parts(EFFORT | OTHERS | plans, short, scale.fewer_budgets),
-        **{name: part for parts in (*few, *thorough) for name, part in parts.items()},
+        **{name: part for parts in few for name, part in parts.items()},
+        "training": studies.train_plans,
         "generations": studies.calibrate_on_fewer_generations,
         "guidance": studies.use_at_other_guidance,
         "other steps": studies.use_at_other_steps,
@@ -82,9 +83,6 @@ def all_parts(scale: Scale) -> dict[str, Part]:
         "expected quality": studies.estimate_quality,
         "late steps": studies.add_late_steps,
         "foreign weights": studies.run_on_other_weights,
-        **_parts(polished, main, scale.budgets),
-        **_parts(polished, short, scale.fewer_budgets),
-        "training": studies.train_plans,
     }
 
 

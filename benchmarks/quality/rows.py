@@ -31,7 +31,7 @@ from holdover.policies.magcache import MagCachePolicy
 from holdover.profiles import MeasuredPlan, Profile
 
 from .bench import Bench, Method, Row, Sampling, cached, diffusers_cache, fewer, sea_cache_of_diffusers
-from .verdict import PLAN, POLISHED
+from .verdict import PLAN
 
 # Rows that need no search
 
@@ -77,11 +77,6 @@ def planned_with(effort: str, bench: Bench, sampling: Sampling, budgets: Sequenc
     """Plans of one effort, calibrated for these budgets on the same prompts as those of the others."""
     profile = bench.calibrate(sampling, effort, budgets)
     return [bench.row(plan(profile, f"plan, {effort}", budget=budget), sampling, budget) for budget in budgets]
-
-
-def polished(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:
-    """Plans improved by trial runs on calibration prompts only."""
-    return [bench.row(plan(bench.polish(sampling, b), POLISHED, budget=b), sampling, b) for b in budgets]
 
 
 def after_l2p(bench: Bench, sampling: Sampling, budgets: Sequence[int]) -> list[Row]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"
 STANDARD = "plan, standard"  # the default effort of a calibration
-POLISHED = "plan, polished"
+THOROUGH = "plan, thorough"
 FIGURES = ("mean", "p10")
 _CAP = 100.0
 Point = tuple[float, float]
@@ -48,7 +48,7 @@ def judge(figures: dict[str, Any], scale: Scale) -> dict[str, Any]:
         others = [row for row in rows if not ours(row)]
         found[f"{steps} steps"] = {
             title: [_judge_row(row, others) for row in rows if row["method"] == title and row["wanted"] in budgets]
-            for title in (PLAN, STANDARD, POLISHED)
+            for title in (PLAN, STANDARD, THOROUGH)
         }
     return found | {"in_short": _in_short(found[f"{scale.steps} steps"], scale.judged)}
 
