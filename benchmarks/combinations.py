@@ -246,7 +246,11 @@ def try_combination(combination: Combination, device: Device) -> dict[str, Any]:
         return {"refused": _first_line(error)}
     if not torch.equal(plain, again):
         return {"refused": "the plain pipeline gives two images for one seed"}
-    if fingerprint(pipe.transformer) != known:
+    try:
+        moved = fingerprint(pipe.transformer)
+    except Exception as error:
+        return {"methods": {"profiles": _first_line(error)}}
+    if moved != known:
         return {"methods": {"profiles": "moving the weights changes the fingerprint"}}
     return {"methods": {method: try_method(pipe, method, plain, device, own) for method in METHODS}}
 

@@ -53,9 +53,9 @@ class Scale:
     generations: tuple[int, ...] = (4, 8, 16)
     guidances: tuple[float, ...] = (1.5, 6.0)
     effort_prompts: int = 128
-    trained: tuple[int, ...] = (8, 10)
-    trained_on: int = 128
-    iterations: int = 240
+    trained: tuple[int, ...] = (10,)
+    trained_on: int = 64
+    iterations: int = 120
     searched: int = 32
     tries: int = 8
     halvings: int = 6

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import group_offloading
 from peft import LoraConfig
 from torch import nn
 
@@ -121,6 +122,19 @@ def test_values_that_cannot_be_read_are_left_out():
             made = torch.Tensor._make_wrapper_subclass(Unreadable, parameter.shape)
             setattr(layer, name, nn.Parameter(made, requires_grad=False))
     assert fingerprint(one) == fingerprint(other) != fingerprint(nn.Identity())
+
+
+def test_quantized_weights_offloaded_with_streams_are_read():
+    """diffusers then keeps the values of torchao's tensors on another device than the one the tensors name."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    quantization.quantize_(layers, quantization.Int8WeightOnlyConfig())
+    before, kept = fingerprint(layers), layers[0].weight.detach().clone()
+    group_offloading._swap_torchao_tensor(layers[0].weight, layers[0].weight.to("meta"))
+    assert fingerprint(layers) != before
+    group_offloading._restore_torchao_tensor(layers[0].weight, kept)
+    assert layers[0].weight.is_meta
+    assert fingerprint(layers) == before
 
 
 def test_a_profile_of_another_class_is_refused():

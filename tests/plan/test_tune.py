@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from holdover.plan.tune import allowed_misses, fastest_passing, fewest_prompts, 
 from holdover.profiles import Profile
 from tiny.prompted import prompted_flux
 
-from .tuned import HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
+from .tuned import CALIBRATION, HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
 
 relaxed = settings(deadline=None, max_examples=60)
 
@@ -174,6 +175,35 @@ def test_nothing_is_certified_where_other_branches_run_than_were_tested():
         assert "certified for" not in note
         generate()
         assert "certified for psnr>=45" in cache.stats().last.notes[0]
+
+
+GUIDED = {"negative_prompt": "bad"}
+
+
+@cache
+def guided() -> Profile:
+    """A profile measured with two branches, mixed with a scale that the cache does not see."""
+    call = GUIDED | {"true_cfg_scale": 4.0}
+    return holdover.calibrate(pipeline(), CALIBRATION[:2], STEPS, effort="quick", progress=False, **call)
+
+
+def test_nothing_is_promised_where_branches_are_mixed_with_other_weights():
+    said = {}
+    with holdover.enable(pipeline(), "plan", profile=guided(), budget=4) as cache:
+        for scale in (4.0, 15.0, 4.1, 4.0):
+            pipeline()("yellow car", num_inference_steps=STEPS, true_cfg_scale=scale, **GUIDED)
+            (said[scale],) = cache.stats().last.notes
+            assert len(cache.stats().last.branches) == 2
+    assert "expected to keep" in said[4.0]
+    for scale in (4.1, 15.0):
+        assert "not known, because the branches are mixed with other weights" in said[scale]
+
+
+def test_a_certificate_is_refused_for_branches_mixed_with_other_weights():
+    with pytest.raises(holdover.ConfigError, match="true_cfg_scale"):
+        holdover.tune(pipeline(), guided(), HELD_BACK, "psnr>=10", true_cfg_scale=9.0, **SURE)
+    found = holdover.tune(pipeline(), guided(), HELD_BACK, "psnr>=10", **SURE)
+    assert found.certificate is not None
 
 
 def test_trials_are_of_the_weights_that_were_measured(tmp_path):

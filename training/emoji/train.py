@@ -2,10 +2,11 @@
 
     python training/emoji/train.py build/emoji --out build/emoji/run --minutes 9
 
-Matrices of the blocks are trained by Muon, everything else by AdamW. The learning rate follows the share of the planned
-minutes (or steps) that has passed, so a run fits its budget on any machine. The EMA with the lowest held-out loss is
-written (early stopping), as weights-*.safetensors in bfloat16, with tokenizer.json and run.json; export.py makes the
-pipeline. `--stop-after` ends one process early and keeps a checkpoint in --state; the same command goes on from there.
+Matrices of the blocks are trained by Muon, everything else by AdamW. The learning rate follows the share of the
+planned minutes (or steps) that has passed, so a run fits its budget on any machine. The EMA with the lowest held-out
+loss (early stopping), or the last one, is written, as weights-*.safetensors in bfloat16, with tokenizer.json and
+run.json; export.py makes the pipeline. `--stop-after` ends one process early and keeps a checkpoint in --state; the
+same command goes on from there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,14 +259,26 @@ class Trainer:
 
     def start_from(self, folder: Path) -> None:
         """Start with the weights of an exported pipeline and a new optimizer."""
-        for path in sorted(folder.glob("*/*.safetensors")):
-            for name, tensor in load_file(path).items():
-                index = self.names.index(f"{path.parent.name}.{name}")
-                self.parameters[index].data.copy_(tensor)
-                self.ema[index].copy_(tensor)
+        for name, tensor in read_weights(folder):
+            index = self.names.index(name)
+            self.parameters[index].data.copy_(tensor)
+            self.ema[index].copy_(tensor)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: average.to(torch.bfloat16) for name, average in zip(self.names, self.best, strict=True)}
+    def weights(self, kept: str, start: Path | None, share: float) -> dict[str, torch.Tensor]:
+        """The best or the last EMA, averaged with the weights that training started from (arXiv 2109.01903)."""
+        chosen = self.best if kept == "best" else self.ema
+        found = {name: average.float() for name, average in zip(self.names, chosen, strict=True)}
+        if start is not None and share:
+            for name, tensor in read_weights(start):
+                found[name].lerp_(tensor.to(self.device).float(), share)
+        return {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of an exported pipeline by their names in `Velocity`."""
+    for path in sorted(folder.glob("*/*.safetensors")):
+        for name, tensor in load_file(path).items():
+            yield f"{path.parent.name}.{name}", tensor
 
 
 def log_entry(trainer: Trainer, splits: dict[str, Emoji], losses: list[torch.Tensor], speed: float) -> dict[str, Any]:
@@ -307,13 +320,13 @@ def keep_tokenizer(path: Path, texts: list[str], vocabulary: int) -> PreTrainedT
     return wrap_tokenizer(Tokenizer.from_file(str(path)))
 
 
-def write_run(folder: Path, trainer: Trainer, about: dict[str, Any]) -> None:
-    """Write what export.py reads, except the tokenizer: the best EMA weights and run.json."""
+def write_run(folder: Path, trainer: Trainer, weights: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    """Write what export.py reads, except the tokenizer: the weights and run.json."""
     clock = trainer.clock
     about = {"settings": asdict(trainer.settings), "torch": torch.__version__} | about
     about |= {"step": clock.step, "seconds": clock.seconds, "progress": clock.progress}
     (folder / "run.json").write_text(json.dumps(about))
-    save_shards(trainer.weights(), folder)
+    save_shards(weights, folder)
 
 
 def parse() -> argparse.Namespace:
@@ -322,6 +335,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, help="checkpoint file (default: OUT/state.safetensors)")
     parser.add_argument("--start-from", type=Path, help="pipeline folder to start from (export.py)")
+    parser.add_argument("--start-share", type=float, default=0.0, help="share of those weights in what is written")
+    parser.add_argument("--keep", choices=("best", "last"), default="best", help="EMA to write; best: held-out loss")
     parser.add_argument("--minutes", type=float, help="planned training time over all processes")
     parser.add_argument("--steps", type=int, help="planned steps over all processes")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds until this process ends")
@@ -379,7 +394,9 @@ def main() -> None:
     trainer.save(state)
     state.with_suffix(".json").write_text(json.dumps(log))
     mean, std = pixel_statistics(images, rows)
-    write_run(options.out, trainer, {"shape": asdict(shape), "pixel_mean": mean, "pixel_std": std, "log": log})
+    kept = {"keep": options.keep, "start_share": options.start_share if options.start_from else 0.0}
+    about = {"shape": asdict(shape), "pixel_mean": mean, "pixel_std": std, "kept": kept, "log": log}
+    write_run(options.out, trainer, trainer.weights(options.keep, options.start_from, options.start_share), about)
     tokenizer.backend_tokenizer.save(str(options.out / "tokenizer.json"))
     print(f"step {clock.step}, {clock.progress:.1%} of the plan, {time.monotonic() - started:.0f} s in this process")
 

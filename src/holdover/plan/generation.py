@@ -46,6 +46,7 @@ def facts_of(transformer: nn.Module) -> ModelIdentity:
     return ModelIdentity(name, fingerprint(transformer), dtype_of(transformer), adapters(transformer))
 
 
+@torch.no_grad()
 def fingerprint(transformer: nn.Module) -> str:
     """A hash of the parameters' names, shapes and some values of each, as far as they can be read, without adapters."""
     hashed, samples, on_disk = hashlib.sha256(), [], _parameters_on_disk(transformer)
@@ -57,15 +58,17 @@ def fingerprint(transformer: nn.Module) -> str:
         hashed.update(f"{name.replace('.base_layer', '')} {shape};".encode())
         if packed is not None:
             continue
-        values: torch.Tensor | None = parameter.detach()
+        values: torch.Tensor = parameter
         if id(parameter) in on_disk:
             path, key = on_disk[id(parameter)]
             with safe_open(path, framework="pt") as file:
                 values = file.get_tensor(key)
-        elif parameter.is_meta:
-            values = _offloaded_values(transformer, name)
-        if values is not None and values.numel():
-            samples.append(_sample_values(values))
+        elif parameter.is_meta and (kept := _offloaded_values(transformer, name)) is not None:
+            values = kept
+        if values.numel() and (sample := _sample_values(values)) is not None:
+            samples.append(sample)
+    if len({sample.device for sample in samples}) > 1:  # group offloading keeps some groups on the device
+        samples = [sample.cpu() for sample in samples]
     if samples:
         hashed.update(torch.cat(samples).cpu().numpy().tobytes())
     return hashed.hexdigest()[:16]
@@ -89,22 +92,24 @@ def _offloaded_values(transformer: nn.Module, name: str) -> torch.Tensor | None:
     return next((kept[local] for kept in maps if kept is not None), None)
 
 
-def _sample_values(values: torch.Tensor) -> torch.Tensor:
+def _sample_values(values: torch.Tensor) -> torch.Tensor | None:
     """Evenly spaced values, rounded to bfloat16, so that a change of precision does not matter.
 
-    Of weights that torchao quantizes, the values they stand for; of others, what is stored; of a tensor that cannot be
-    read, none.
+    Of weights that torchao quantizes, the values they stand for; of others, what is stored; None if they cannot be
+    read.
     """
     try:
         values = gather_tensor(values)
-        if type(values).dequantize is not torch.Tensor.dequantize:  # torchao's subclasses have no views
+        # torchao's subclasses have no views; offloaded with streams, their values are not on the device they name
+        if type(values).dequantize is not torch.Tensor.dequantize:
             values = values.dequantize()
         with torch._C.DisableTorchFunctionSubclass():  # GGUFParameter makes more of itself in every operation
             flat = values.as_subclass(torch.Tensor).flatten()
         positions = [i * (flat.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-        return flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float()
+        sample = flat[torch.tensor(positions, device=flat.device)].to(torch.bfloat16).float()
     except (NotImplementedError, RuntimeError, TypeError):
-        return torch.empty(0, device=values.device)
+        return None
+    return None if sample.is_meta else sample
 
 
 def dtype_of(transformer: nn.Module) -> str:

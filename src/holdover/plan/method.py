@@ -21,9 +21,12 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
+from ..engine.signals import AsyncScalar
+from ..engine.state import ComputedForward
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning, ProfileError
 from ..grid import Grid
+from ..models.inputs import iter_tensors
 from ..policies.base import Scheduled
 from ..predictors import Newton
 from ..profiles import Profile
@@ -33,9 +36,11 @@ from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
-from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
+from .planner import MIX_TOLERANCE, Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
+_OTHER_BRANCHES = "other branches run than were measured (another kind of guidance)"
+_OTHER_MIX = "the branches are mixed with other weights than were measured (another true_cfg_scale or guidance_scale_2)"
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,27 @@ class _GenerationState:
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
     as_measured: bool = True  # the branches that run are those whose quality is known
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the branches, at the first step of an expert
+    mix_errors: list[AsyncScalar] = field(default_factory=list)
+
+    def is_first_step(self, step: int) -> bool:
+        """Whether an expert begins here: with branches measured separately, what mixes them is compared."""
+        return bool(self.problem.branches) and any(step == first for first, _ in self.problem.spec.ranges)
+
+    def compare_mix(self, mixed: torch.Tensor) -> None:
+        """Compare what the scheduler got with the mix of the branches that the plan was made for.
+
+        What is kept is the change of a branch's weight that explains the difference best, the largest of all branches.
+        """
+        outputs, self.outputs = self.outputs, {}
+        names, measured = self.problem.branches, self.problem.measurements
+        if set(outputs) != set(names) or measured is None or any(o.numel() != mixed.numel() for o in outputs.values()):
+            return
+        flat = [outputs[name].float().flatten() for name in names]
+        error = mixed.float().flatten() - sum(share * one for share, one in zip(measured.mix, flat, strict=True))
+        apart = [one - flat[0] for one in flat[1:]] or flat
+        changes = [(error @ one).abs() / one.square().sum().clamp_min(1e-12) for one in apart]
+        self.mix_errors.append(AsyncScalar(torch.stack(changes).max() / max(map(abs, measured.mix))))
 
 
 class PlanMethod(Method[PlanConfig]):
@@ -94,6 +120,7 @@ class PlanMethod(Method[PlanConfig]):
         self._state: _GenerationState | None = None
         self._stats: GenerationStats | None = None
         self.monitor: OutputMonitor | None = None  # of the generation that runs or ran last
+        self.as_measured = True  # the branches of the last generation, and their mix
         self._warned = False
 
     @property
@@ -119,6 +146,16 @@ class PlanMethod(Method[PlanConfig]):
 
     def timestep_factor(self, step: int) -> float | None:
         return None if self._state is None else self._state.plan.timestep_factors.get(step)
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        return self._state is not None and bool(self._state.problem.branches)
+
+    def observe(self, computed: ComputedForward) -> None:
+        """Keep the outputs of the branches until the scheduler gets their mix."""
+        if self._state is not None and self._state.is_first_step(computed.step):
+            output = next(iter_tensors(computed.output))
+            self._state.outputs[computed.branch] = output.clone()  # a CUDA graph may write the next one there
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
@@ -162,7 +199,7 @@ class PlanMethod(Method[PlanConfig]):
             )
 
     def on_start(self, stats: GenerationStats) -> None:
-        self._state, self._stats, self.monitor = None, stats, None
+        self._state, self._stats, self.monitor, self.as_measured = None, stats, None, True
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
         state = self._current_state(grid)
@@ -215,11 +252,15 @@ class PlanMethod(Method[PlanConfig]):
         elif count > 1 and len(self._mix(None)) == 1:
             state.as_measured = False
         if not state.as_measured:
-            note = f"plan: {len(state.plan.computed)} of {state.problem.spec.length} steps computed; what they keep is "
-            note += "not known, because other branches run than were measured (another kind of guidance)"
-            state.plan = replace(state.plan, notes=(note,))
-            if self._stats is not None:
-                self._stats.notes = state.plan.notes
+            self._promise_nothing(state, _OTHER_BRANCHES)
+
+    def _promise_nothing(self, state: _GenerationState, reason: str) -> None:
+        """Say that the quality of this generation is not known."""
+        state.as_measured = False
+        note = f"plan: {len(state.plan.computed)} of {state.problem.spec.length} steps computed; what they keep is "
+        state.plan = replace(state.plan, notes=(f"{note}not known, because {reason}",))
+        if self._stats is not None:
+            self._stats.notes = state.plan.notes
 
     def _mix(self, guidance: float | None) -> tuple[float, ...]:
         """The mix of the measured branches at a guidance scale, empty without a profile."""
@@ -237,6 +278,8 @@ class PlanMethod(Method[PlanConfig]):
             self._check_branches(state)
         if self.monitor is None:
             self._start_monitor(state)
+        if state.outputs:
+            state.compare_mix(model_output(stepped, state.problem.preconditioning))
         computed = stepped.step in state.plan.computed
         if self.monitor is not None and (computed or self.monitor.looks_back):
             self.monitor.observe(stepped.step, model_output(stepped, state.problem.preconditioning), computed)
@@ -253,6 +296,9 @@ class PlanMethod(Method[PlanConfig]):
         if state is None or monitor is None or self._profile is None:
             return
         monitor.close()
+        if any(error.read() > MIX_TOLERANCE for error in state.mix_errors):
+            self._promise_nothing(state, _OTHER_MIX)
+        self.as_measured = state.as_measured
         facts = self._profile.facts
         if self._stats is not None and state.as_measured:
             self._stats.estimate = partial(monitor.expected_quality, facts.estimates)

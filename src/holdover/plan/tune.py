@@ -89,6 +89,11 @@ class Trials:
         with installed_engine(self._caller.pipe, method):
             for batch, reference in zip(self.batches, self._references, strict=True):
                 images = self._caller(*batch)
+                if not method.as_measured:
+                    raise ConfigError(
+                        "These arguments mix other branches, or mix them with other weights, than the profile was "
+                        "measured with (negative_prompt, true_cfg_scale, guidance_scale_2): calibrate with them first."
+                    )
                 assert images is not None
                 images = images.cpu()
                 values += each(METRICS[metric], images, reference).tolist()
