@@ -21,7 +21,7 @@ from holdover.plan.error_model import Weights
 from holdover.plan.estimate import rank_correlation
 from holdover.plan.planner import search_profile
 from holdover.plan.replay import Replay
-from holdover.plan.training import train
+from holdover.plan.training import TrainingState, train
 from holdover.plan.tune import Trials
 from holdover.profiles import Profile
 
@@ -243,11 +243,11 @@ def _train(
     weights = fitted.fit(computed, replace(fitted.problem.options, fitted_below=1.0))
     start, before, course = time.perf_counter(), fitted.runs, list[dict[str, Any]]()
 
-    def record(iteration: int, _: float, trained: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
+    def record(state: TrainingState, _: float, trained: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
         errors = other.run(computed, trained, factors)
         kept = Summary.of((offset - 10 * np.log10(np.maximum(errors, 1e-20))).tolist())
         calls = round((fitted.runs - before) * len(fitted.spec.noise))
-        row = {"iteration": iteration, "model_calls": calls}
+        row = {"iteration": state.iteration, "model_calls": calls}
         course.append(row | {"mean": round(kept.mean, 3), "p10": round(kept.p10, 3)})
 
     def judge(*_: Any) -> float:

@@ -17,7 +17,7 @@ import holdover
 from holdover.plan.calls import Caller, make_batches
 from holdover.plan.replay import Replay
 from holdover.plan.search import growing
-from holdover.plan.training import train
+from holdover.plan.training import TrainingState, train
 
 from .measure import Results, first_line
 from .models import MODELS, Shape
@@ -71,10 +71,10 @@ def _measure_iterations(pipe: FluxPipeline, options: Options, shape: Shape) -> d
     weights = replay.fit(computed, replace(replay.problem.options, fitted_below=1.0))
     marks, calls = list[float](), list[float]()
 
-    def mark(iteration: int, score: float, *plan: Mapping[int, Any]) -> None:
+    def mark(state: TrainingState, score: float, *plan: Mapping[int, Any]) -> None:
         if not options.tiny:
             torch.cuda.synchronize()
-            if iteration == 1:
+            if state.iteration == 1:
                 torch.cuda.reset_peak_memory_stats()
         marks.append(time.perf_counter())
         calls.append(replay.runs * STEPS)

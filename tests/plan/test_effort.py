@@ -85,6 +85,28 @@ def test_a_calibration_that_was_stopped_continues(tmp_path, monkeypatch):
             holdover.calibrate(pipeline(), CALIBRATION, 4, **settings)
 
 
+def test_a_training_that_was_stopped_gives_the_same_plan_and_the_cost_of_all_runs(tmp_path, monkeypatch):
+    for name, value in {"VARIANTS": {}, "MAX_TRIALS": 0, "ITERATIONS": 4}.items():
+        monkeypatch.setattr(TRIALS, name, value)
+    settings = {"effort": "thorough", "budgets": [2], "progress": False}
+    whole = holdover.calibrate(pipeline(), CALIBRATION, 4, resume=tmp_path / "whole", **settings)
+    plain, judged = TRIALS._TrialSearch._judged, []
+
+    def stop(search, *plan):
+        judged.append(plan)
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        return plain(search, *plan)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(TRIALS._TrialSearch, "_judged", stop)
+        with pytest.raises(KeyboardInterrupt):
+            holdover.calibrate(pipeline(), CALIBRATION, 4, resume=tmp_path / "stopped", **settings)
+    continued = holdover.calibrate(pipeline(), CALIBRATION, 4, resume=tmp_path / "stopped", **settings)
+    assert continued.facts.schedules == whole.facts.schedules
+    assert dict(continued.facts.cost)["generations"] > dict(whole.facts.cost)["generations"]  # recorded twice
+
+
 def test_a_moved_step_is_tried_on_all_generations_only_if_it_is_better_on_a_few(tmp_path, monkeypatch):
     for name, value in {"VARIANTS": {}, "MAX_TRIALS": 5, "ITERATIONS": 0, "SCREENED": 1}.items():
         monkeypatch.setattr(TRIALS, name, value)

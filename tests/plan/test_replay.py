@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -17,8 +18,9 @@ from holdover.plan.error_model import DEFAULT_OPTIONS
 from holdover.plan.polish import score
 from holdover.plan.recorded import ReplayError, find_latent, find_mix_of_parts
 from holdover.plan.replay import Replay
-from holdover.plan.training import train
+from holdover.plan.training import TrainingState, train
 from holdover.profiles import MeasuredPlan
+from holdover.profiles.files import decode, encode
 from tiny.pipelines import PIPELINES
 from tiny.pipelines_image import quiet
 
@@ -96,6 +98,25 @@ def test_trained_weights_are_better_where_they_were_trained_and_never_worse_than
     assert never == (0.0, weights, {})
 
 
+def test_a_training_that_is_continued_ends_where_one_in_one_go_does():
+    replay, _, _ = replayed("FluxKontextPipeline")
+    weights, seen, again = replay.fit(COMPUTED, EVERYWHERE), [], []
+    scores = iter([1.0, 4.0, 2.0, 3.0, 5.0] * 2)
+
+    def judge(*_):
+        return next(scores)
+
+    train(replay, COMPUTED, weights, judge, 4, report=lambda *report: seen.append(report))
+    stopped = seen[2][0]
+    assert (stopped.iteration, stopped.best, stopped.stale) == (2, 4.0, 1)
+    kept = decode(TrainingState, json.loads(json.dumps(encode(stopped))), "a file")
+    assert kept == stopped
+    scores = iter([3.0, 5.0])
+    train(replay, COMPUTED, weights, judge, 4, report=lambda *report: again.append(report), state=kept)
+    assert again == seen[3:]
+    assert again[-1][0].parameters != stopped.parameters
+
+
 def test_gradients_do_not_go_through_cudnn_attention_and_its_setting_is_restored():
     replay, _, _ = replayed("FluxKontextPipeline")
     weights, seen = replay.fit(COMPUTED, EVERYWHERE), []
@@ -106,7 +127,7 @@ def test_gradients_do_not_go_through_cudnn_attention_and_its_setting_is_restored
     try:
         assert torch.backends.cuda.cudnn_sdp_enabled()
         with pytest.raises(ZeroDivisionError):
-            train(replay, COMPUTED, weights, lambda *_: 0.0, 1, report=lambda step, *_: 1 / (1 - step))
+            train(replay, COMPUTED, weights, lambda *_: 0.0, 1, report=lambda state, *_: 1 / (1 - state.iteration))
         assert torch.backends.cuda.cudnn_sdp_enabled()
         assert seen[-1] is False
     finally:
@@ -117,7 +138,7 @@ def test_gradients_do_not_go_through_cudnn_attention_and_its_setting_is_restored
 def test_noise_levels_are_trained_with_the_weights_and_from_where_they_are():
     replay, _, _ = replayed("FluxKontextPipeline")
     weights, seen = replay.fit(COMPUTED, EVERYWHERE), []
-    keep = {"report": lambda iteration, score, tried, factors: seen.append(factors)}
+    keep = {"report": lambda state, score, tried, factors: seen.append(factors)}
     train(replay, COMPUTED, weights, lambda *_: 0.0, 2, factors={3: 1.5}, **keep)
     assert seen[0] == {3: 1.5}
     assert seen[-1].keys() == {3, 4}  # before the first held step there is nothing to correct

@@ -17,8 +17,11 @@ from holdover.plan.planner import search_profile
 from holdover.plan.search import neighbors
 from holdover.plan.tune import allowed_misses, fastest_passing, fewest_prompts, p_value
 from holdover.profiles import Profile
+from tiny.pipelines import PIPELINES
+from tiny.pipelines_image import quiet
 from tiny.prompted import prompted_flux
 
+from .profiled import keywords
 from .tuned import CALIBRATION, HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
 
 relaxed = settings(deadline=None, max_examples=60)
@@ -190,13 +193,34 @@ def guided() -> Profile:
 def test_nothing_is_promised_where_branches_are_mixed_with_other_weights():
     said = {}
     with holdover.enable(pipeline(), "plan", profile=guided(), budget=4) as cache:
-        for scale in (4.0, 15.0, 4.1, 4.0):
+        for scale in (4.0, 15.0, 4.5, 4.0):
             pipeline()("yellow car", num_inference_steps=STEPS, true_cfg_scale=scale, **GUIDED)
             (said[scale],) = cache.stats().last.notes
             assert len(cache.stats().last.branches) == 2
     assert "expected to keep" in said[4.0]
-    for scale in (4.1, 15.0):
+    for scale in (4.5, 15.0):
         assert "not known, because the branches are mixed with other weights" in said[scale]
+
+
+@pytest.mark.parametrize("name", ["WanPipeline[2.2]", "QwenImagePipeline", "LongCatImagePipeline", "Lumina2Pipeline"])
+def test_guidance_as_it_was_measured_is_told_from_another_one(name):
+    """Wan has a scale for its second expert; the others rescale what they mix, or leave a branch out in some steps."""
+    pipe, call, said = PIPELINES[name].build(), keywords(PIPELINES[name]), []
+    with quiet():
+        profile = holdover.calibrate(pipe, [call], STEPS, effort="quick", progress=False)
+        with holdover.enable(pipe, "plan", profile=profile, budget=4) as cache:
+            for other in ({}, {"guidance_scale_2": 15.0} if name.startswith("Wan") else {}):
+                pipe(**call, **other, num_inference_steps=STEPS)
+                said.append("not known" in cache.stats().last.notes[0])
+    assert said == [False, name.startswith("Wan")]
+
+
+def test_prompts_that_plans_were_fitted_to_certify_nothing():
+    with pytest.raises(holdover.ConfigError, match="1 of these 5 prompts were used to measure"):
+        holdover.tune(pipeline(), measured(), [*HELD_BACK, CALIBRATION[0]], **SURE)
+    polished = holdover.polish(pipeline(), measured(), 3, HELD_BACK[:2], trials=1, iterations=0, progress=False)
+    with pytest.raises(holdover.ConfigError, match="2 of these 4 prompts"):
+        holdover.tune(pipeline(), polished, HELD_BACK, **SURE)
 
 
 def test_a_certificate_is_refused_for_branches_mixed_with_other_weights():

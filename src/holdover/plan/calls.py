@@ -263,6 +263,11 @@ def hash_prompts(prompts: Sequence[Prompt]) -> str:
     return hashed.hexdigest()[:16]
 
 
+def hash_each(prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """A hash of each prompt."""
+    return tuple(hash_prompts([prompt]) for prompt in prompts)
+
+
 def _content(part: Any) -> bytes:
     """The content of a text, a tensor or an image; of anything else, its repr."""
     if isinstance(part, str):

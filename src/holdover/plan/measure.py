@@ -48,6 +48,7 @@ from .calls import (
     Prompt,
     as_prompts,
     built_in_prompts,
+    hash_each,
     hash_prompts,
     installed_engine,
     make_batches,
@@ -282,6 +283,7 @@ class _CalibrationSession:
         self._blocks_supported = True
         self._spec: GenerationSpec | None = None
         self._mixes: list[BranchMix] = []
+        self._passes = 0
         self._growth: list[Array] = []
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
@@ -294,6 +296,7 @@ class _CalibrationSession:
         with TrajectoryRecord(self._store, keep, announce=announce) as reference:
             images, spec = self._run_uncached(reference, batch)
             bar.update()
+            self._passes = reference.first_branches * self._engine.transformers[0].groups.cfg_rank[1]
             mix = find_mix(reference.branches, reference.outputs, reference.latents)
             if spec.guider and len(reference.branches) > 1 and not mix.branches and not self._mixes:
                 logger.warning(
@@ -387,11 +390,13 @@ class _CalibrationSession:
             models=tuple((transformer.name, facts_of(transformer.core)) for transformer in self._engine.transformers),
             prompts=len(prompts),
             prompts_hash=hash_prompts(prompts),
+            prompt_hashes=hash_each(prompts),
             date=date.today().isoformat(),
             versions=tuple((library, _version(library)) for library in _LIBRARIES),
             guidance=spec.guidance if caller.guidance is None or spec.guider else float(caller.guidance),
             branches=mix.branches,
             mix=mix.mix,
+            passes=self._passes,
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
             carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),
             call=_plain_settings(caller),

@@ -36,9 +36,10 @@ from .config import NO_PROFILE, PlanConfig
 from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
-from .planner import MIX_TOLERANCE, Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
+from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
+_SAME_MIX = 0.05  # relative to the largest share: rescaling the mix to the norm of a branch changes it by less
 _OTHER_BRANCHES = "other branches run than were measured (another kind of guidance)"
 _OTHER_MIX = "the branches are mixed with other weights than were measured (another true_cfg_scale or guidance_scale_2)"
 
@@ -249,7 +250,7 @@ class PlanMethod(Method[PlanConfig]):
                 self._merged_plans[merged] = replace(state.plan, weights=weights, timestep_factors=factors)
             state.problem, state.plan = merged, self._merged_plans[merged]
             state.as_measured = not all(self._mix(state.problem.spec.guidance))
-        elif count > 1 and len(self._mix(None)) == 1:
+        elif not measured and self._profile is not None and self._profile.facts.passes not in (0, count):
             state.as_measured = False
         if not state.as_measured:
             self._promise_nothing(state, _OTHER_BRANCHES)
@@ -296,7 +297,7 @@ class PlanMethod(Method[PlanConfig]):
         if state is None or monitor is None or self._profile is None:
             return
         monitor.close()
-        if any(error.read() > MIX_TOLERANCE for error in state.mix_errors):
+        if any(error.read() > _SAME_MIX for error in state.mix_errors):
             self._promise_nothing(state, _OTHER_MIX)
         self.as_measured = state.as_measured
         facts = self._profile.facts

@@ -26,7 +26,7 @@ from .estimate import OutputTable
 from .generation import GenerationSpec, Preconditioning, euler_response
 from .search import CandidateSchedule, ScheduleSearch, cautious, growing
 
-MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
+_MIX_TOLERANCE = 1e-2  # a branch mix measured in bfloat16 is off by less
 _MOST_STEPS = 3  # times those measured: with 5, the model in the box kept 14 dB less than expected of nine in ten
 
 
@@ -133,11 +133,11 @@ def mix_for_guidance(mix: tuple[float, ...], measured: float | None, wanted: flo
 
     Some pipelines count guidance from 0 instead of 1; their mix is 1 + s and -s.
     """
-    if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=MIX_TOLERANCE):
+    if measured is None or wanted is None or len(mix) != 2 or not np.isclose(sum(mix), 1.0, atol=_MIX_TOLERANCE):
         return mix
     wanted = max(wanted, 1.0)  # below 1, pipelines run one branch
     for cond, offset in ((0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)):
-        if np.isclose(mix[cond], measured + offset, atol=MIX_TOLERANCE):
+        if np.isclose(mix[cond], measured + offset, atol=_MIX_TOLERANCE):
             share = wanted + offset
             return (share, 1 - share) if cond == 0 else (1 - share, share)
     return mix

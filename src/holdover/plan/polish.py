@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from os import PathLike
@@ -29,7 +29,7 @@ from ..errors import ConfigError
 from ..metrics import PSNR_CAP
 from ..profiles import MeasuredPlan, PlannerOptions, Profile
 from ..profiles.files import decode, encode, parse_json, write_file
-from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_prompts, make_batches
+from .calls import GENERATIONS, Caller, Prompt, as_prompts, built_in_prompts, hash_each, hash_prompts, make_batches
 from .config import steps_for
 from .error_model import Weights
 from .generation import load_measured
@@ -37,7 +37,7 @@ from .planner import search_profile, stored_factors, stored_weights
 from .recorded import RecordedBatch
 from .replay import UNCHANGED, Factors, Replay
 from .search import CandidateSchedule, ScheduleSearch, neighbors
-from .training import IMAGES, ITERATIONS, train
+from .training import IMAGES, ITERATIONS, TrainingState, train
 from .tune import Trials
 
 MAX_TRIALS = 150  # of moved steps, for each budget
@@ -114,9 +114,9 @@ def improve(
         raise ConfigError("Trials need two prompts at least: one half is fitted to, the other judges.")
     iterations = ITERATIONS if iterations is None else iterations
     begin, caller, half = time.perf_counter(), Caller.like(profile, pipe, call), len(chosen) // 2
-    cost = expected_generations(counts, len(profile.facts.noise), len(chosen), thorough, iterations)
+    most = expected_generations(counts, len(profile.facts.noise), len(chosen), thorough, iterations)
     with tqdm(
-        total=round(cost), disable=not progress, desc=f"trials, at most {cost:.0f} generations", unit="generation"
+        total=round(most), disable=not progress, desc=f"trials, at most {most:.0f} generations", unit="generation"
     ) as bar:
         fitted, judge = (
             Replay(caller, profile, make_batches(part, batch_size, first))
@@ -124,6 +124,7 @@ def improve(
         )
         fitted.check(caller, profile, make_batches(chosen[:half], batch_size, seed)[0])
         known = TrialLog(log, f"{profile.digest} {hash_prompts(chosen)} {seed} {batch_size}")
+        known.meter = lambda: (fitted.runs + judge.runs, time.perf_counter() - begin)
         search = _TrialSearch(profile, type(pipe.scheduler).__name__, fitted, judge, known, trials, bar)
         options, improved = search.choose_options(counts), profile
         references = [i.to("cpu", torch.float32) for b in judge.batches if (i := b.images) is not None]
@@ -144,8 +145,10 @@ def improve(
             if options != profile.facts.options:  # which would change this plan
                 improved = improved.with_plan(own)
             improved = improved.with_estimate(own_estimate)
-    runs = (("generations", round(fitted.runs + judge.runs, 1)), ("seconds", round(time.perf_counter() - begin, 1)))
-    return improved.with_facts(options=options, cost=runs)
+    hashes = dict.fromkeys((*profile.facts.prompt_hashes, *hash_each(chosen)))
+    generations, seconds = known.spent
+    cost = (("generations", round(generations, 1)), ("seconds", round(seconds, 1)))
+    return improved.with_facts(options=options, prompt_hashes=tuple(hashes), cost=cost)
 
 
 def budget_counts(budgets: Sequence[int | str], known: Mapping[int, Any], steps: int) -> list[int]:
@@ -169,34 +172,46 @@ def expected_generations(
 
 
 class TrialLog:
-    """The results of trials by name; with a file, they are kept there, and a run that was stopped finds them again."""
+    """The results of trials by name; with a file, they are kept there, and a run that was stopped finds them again.
+
+    `meter` returns the generations and seconds that this run has taken; those of earlier runs are kept in the file.
+    """
 
     def __init__(self, path: Path | None, identity: str) -> None:
         self._path, self._identity = path, identity
         self._found: dict[str, Any] = {}
+        self._before = (0.0, 0.0)
+        self.meter: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         if path is not None and path.exists():
             try:
                 known = parse_json(path.read_text(encoding="utf-8"), str(path))
             except UnicodeDecodeError:
                 known = None
-            if not isinstance(known, dict) or not isinstance(known.get("trials"), dict):
+            if not isinstance(known, dict) or not isinstance(known.get("trials"), dict) or "spent" not in known:
                 raise ConfigError(f"{path} is damaged; remove it to begin again.")
             if known.get("identity") != identity:
                 raise ConfigError(f"{path} is from another calibration; remove it to begin again.")
-            self._found = known["trials"]
+            self._found, self._before = known["trials"], tuple(known["spent"])
 
-    def get(self, name: str) -> tuple[float, MeasuredPlan, int] | None:
-        """Score, plan and iterations of a trial."""
+    @property
+    def spent(self) -> tuple[float, float]:
+        """The generations and seconds of all runs."""
+        generations, seconds = self.meter()
+        return self._before[0] + generations, self._before[1] + seconds
+
+    def get(self, name: str) -> tuple[float, MeasuredPlan, TrainingState | None] | None:
+        """Score and plan of a trial, and the state of its training."""
         known = self._found.get(name)
         if known is None:
             return None
-        return known["score"], decode(MeasuredPlan, known["plan"], str(self._path)), known["iteration"]
+        state = None if known["state"] is None else decode(TrainingState, known["state"], str(self._path))
+        return known["score"], decode(MeasuredPlan, known["plan"], str(self._path)), state
 
-    def add(self, name: str, score: float, plan: MeasuredPlan, iteration: int = 0) -> None:
+    def add(self, name: str, score: float, plan: MeasuredPlan, state: TrainingState | None = None) -> None:
         """Keep a result."""
-        self._found[name] = {"score": score, "plan": encode(plan), "iteration": iteration}
+        self._found[name] = {"score": score, "plan": encode(plan), "state": None if state is None else encode(state)}
         if self._path is not None:
-            text = json.dumps({"identity": self._identity, "trials": self._found})
+            text = json.dumps({"identity": self._identity, "spent": self.spent, "trials": self._found})
             write_file(self._path, text.encode())
 
 
@@ -250,25 +265,29 @@ class _TrialSearch:
 
     def _train(self, candidate: Candidate, best: float, plan: MeasuredPlan, iterations: int) -> MeasuredPlan:
         """The plan with weights trained through the model, if they are better."""
-        name = f"trained {_name(candidate)}"
-        known, done = self._log.get(name), 0
-        if known is not None:
-            best, plan, done = known
+        name = f"trained {_name(candidate)} {iterations}"
         begin, separate = stored_weights(plan, self._fitted.spec.ranges), bool(plan.branches)
+        known, state = self._log.get(name), None
+        if known is not None:
+            best, plan, state = known
 
-        def report(iteration: int, value: float, weights: Mapping[int, Weights], factors: Mapping[int, float]) -> None:
-            nonlocal best, plan
+        def report(
+            reached: TrainingState, value: float, weights: Mapping[int, Weights], factors: Mapping[int, float]
+        ) -> None:
+            nonlocal best, plan, state
             self._count_runs()
             if value > best:
                 trained = self._measured_plan(candidate, weights, len(candidate[0]), separate, value)
                 told = tuple(factors.get(step, 1.0) for step in candidate[0]) if factors else ()
                 best, plan = value, replace(trained, timestep_factors=told)
-            self._log.add(name, best, plan, done + iteration)
+            state = reached
+            self._log.add(name, best, plan, state)
 
-        if done < iterations:
-            judge, factors = partial(self._judged, candidate[0]), stored_factors(plan)
-            train(self._fitted, candidate[0], begin, judge, iterations - done, report=report, factors=factors)
-            self._log.add(name, best, plan, iterations)
+        if state is None or state.iteration < iterations:
+            judge = partial(self._judged, candidate[0])
+            train(self._fitted, candidate[0], begin, judge, iterations, report=report, state=state)
+            assert state is not None
+            self._log.add(name, best, plan, replace(state, iteration=iterations))
         return plan
 
     def own_plan(self, count: int, planned: CandidateSchedule) -> MeasuredPlan:
@@ -344,7 +363,7 @@ class _TrialSearch:
             weights = self._fitted.fit(computed, options, fitted)
             value = score(self._quality(computed, weights, UNCHANGED, judge))
             separate = bool(self._fitted.problem.branches) and options.branch_tie is not None
-            known = value, self._measured_plan(candidate, weights, options.depth, separate, value), 0
+            known = value, self._measured_plan(candidate, weights, options.depth, separate, value), None
             self._log.add(name, *known)
             self._count_runs()
         return known[:2]

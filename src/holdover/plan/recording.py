@@ -67,6 +67,7 @@ class TrajectoryRecord(ExitStack):
         self.latents: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.branches: dict[str, list[torch.Tensor]] = {}
+        self.first_branches = 0  # how many ran in the first step
         self._residuals: dict[str, list[tuple[int, torch.Tensor]]] = {}
         self._residual_branch: dict[str, str] = {}
         self._last: SchedulerStep | None = None
@@ -108,6 +109,7 @@ class TrajectoryRecord(ExitStack):
         """Record a step of the scheduler."""
         if self._announce is not None and not self.latents:
             self._announce(stepped.sample)
+        self.first_branches = self.first_branches or len(self.branches)
         self.latents.append(self._copy(stepped.sample))
         if "outputs" in self._keep:
             self.outputs.append(self._copy(model_output(stepped, self.preconditioning)))

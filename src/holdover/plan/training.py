@@ -22,6 +22,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +47,22 @@ _LARGEST = 0.02  # change of the log of a factor that one parameter of 1 makes, 
 _FURTHEST = 0.5  # the log of a factor
 _LARGE = 5e8  # parameters from which intermediate values are computed again instead of kept
 Judge = Callable[[Mapping[int, Weights], Mapping[int, float]], float]
-Report = Callable[[int, float, Mapping[int, Weights], Mapping[int, float]], None]
+Report = Callable[["TrainingState", float, Mapping[int, Weights], Mapping[int, float]], None]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """How far a training has come; `train` continues from it as if it had not been stopped.
+
+    `best` is the highest score so far, and `stale` counts the checks since. `averages` and `squares` are Adam's.
+    """
+
+    iteration: int
+    best: float
+    stale: int = 0
+    parameters: tuple[float, ...] = ()
+    averages: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
 
 
 def train(
@@ -59,28 +75,31 @@ def train(
     report: Report = lambda *_: None,
     factors: Mapping[int, float] | None = None,
     noise_levels: bool = True,
+    state: TrainingState | None = None,
 ) -> tuple[float, dict[int, Weights], dict[int, float]]:
     """The best plan seen, its score, weights and factors: those it starts from, or others that `judge` scores higher.
 
     `judge` has generations of its own that the plan is not trained on. With `differences`, or where a gradient cannot
-    be computed, finite differences are used. `report` is called with the iteration and each plan. Without
+    be computed, finite differences are used. `report` is called with the state, the score and the weights of each plan
+    that is judged; with such a `state`, a training continues, and only plans from there on are returned. Without
     `noise_levels`, the factors of the timestep stay as they are.
     """
     factors = dict(factors or {})
     plan = TrainedPlan(replay, computed, weights, factors, noise_levels)
-    best = judge(weights, factors), dict(weights), factors
-    report(0, *best)
+    if state is None:
+        state = TrainingState(0, judge(weights, factors))
+        report(state, state.best, weights, factors)
+    best = state.best, dict(weights), factors
     if not plan.parameters.numel():
         return best
-    optimizer = torch.optim.Adam([plan.parameters], _RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
-    batches, stale, order = list[RecordedBatch](), 0, random.Random(0)
+    optimizer, draws = torch.optim.Adam([plan.parameters], _RATE), _draw_batches(replay.batches)
+    if state.iteration:
+        _restore(plan.parameters, optimizer, state)
+        [next(draws) for _ in range(state.iteration)]
     with _differentiable(replay):
-        for iteration in range(1, iterations + 1):
-            chosen = list[RecordedBatch]()
-            while sum(batch.size for batch in chosen) < IMAGES and len(chosen) < len(replay.batches):
-                batches = batches or order.sample(replay.batches, len(replay.batches))
-                chosen.append(batches.pop())
+        for iteration in range(state.iteration + 1, iterations + 1):
+            chosen = next(draws)
+            optimizer.param_groups[0]["lr"] = _RATE / 2 * (1 + math.cos(math.pi * (iteration - 1) / iterations))
             optimizer.zero_grad()
             if not differences:
                 differences = not _backward(plan, chosen)
@@ -88,15 +107,39 @@ def train(
                 plan.parameters.grad = _differences(plan, chosen)
             torch.nn.utils.clip_grad_norm_([plan.parameters], 1.0)
             optimizer.step()
-            schedule.step()
             if iteration % max(1, iterations // _CHECKS) == 0:
                 trained = plan.weights(), plan.factors()
                 score = judge(*trained)
-                report(iteration, score, *trained)
-                best, stale = ((score, *trained), 0) if score > best[0] else (best, stale + 1)
+                best, stale = ((score, *trained), 0) if score > best[0] else (best, state.stale + 1)
+                adam = optimizer.state[plan.parameters]
+                kept = (plan.parameters.detach(), adam["exp_avg"], adam["exp_avg_sq"])
+                state = TrainingState(iteration, best[0], stale, *(tuple(values.tolist()) for values in kept))
+                report(state, score, *trained)
                 if stale == _PATIENCE:
                     break
     return best
+
+
+def _draw_batches(batches: Sequence[RecordedBatch]) -> Iterator[list[RecordedBatch]]:
+    """The batches of one gradient after another, without end; each is used once before any is used again."""
+    order, left = random.Random(0), list[RecordedBatch]()
+    while True:
+        chosen = list[RecordedBatch]()
+        while sum(batch.size for batch in chosen) < IMAGES and len(chosen) < len(batches):
+            left = left or order.sample(batches, len(batches))
+            chosen.append(left.pop())
+        yield chosen
+
+
+def _restore(parameters: Tensor, optimizer: torch.optim.Adam, state: TrainingState) -> None:
+    """Give the parameters and the optimizer the values of a training that was stopped."""
+    stored, averages, squares = (
+        torch.tensor(values, device=parameters.device) for values in (state.parameters, state.averages, state.squares)
+    )
+    with torch.no_grad():
+        parameters.copy_(stored)
+    step = torch.tensor(float(state.iteration))
+    optimizer.state[parameters] = {"step": step, "exp_avg": averages, "exp_avg_sq": squares}
 
 
 class TrainedPlan:

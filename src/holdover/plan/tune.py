@@ -34,6 +34,7 @@ from .calls import (
     Prompt,
     as_prompts,
     built_in_prompts,
+    hash_each,
     hash_prompts,
     installed_engine,
     make_batches,
@@ -252,8 +253,16 @@ def _held_back_prompts(
     for name, value in (("share", share), ("confidence", confidence)):
         if not 0 < value < 1:
             raise ConfigError(f"{name} must lie between 0 and 1, not {value}.")
-    used = max(GENERATIONS, profile.facts.prompts)
+    used, known = max(GENERATIONS, profile.facts.prompts), set(profile.facts.prompt_hashes)
     chosen = as_prompts(built_in_prompts(pipe)[used:] if prompts is None else prompts)
+    fitted = [each in known for each in hash_each(chosen)]
+    if prompts is None:
+        chosen = [prompt for prompt, was_fitted in zip(chosen, fitted, strict=True) if not was_fitted]
+    elif any(fitted):
+        raise ConfigError(
+            f"{sum(fitted)} of these {len(chosen)} prompts were used to measure the profile or to improve its plans; a "
+            "certificate needs prompts that were not."
+        )
     if len(chosen) < (least := fewest_prompts(share, confidence)):
         raise ConfigError(
             f"{len(chosen)} held-back prompts cannot show that {share:.0%} of images meet a target with "

@@ -301,7 +301,9 @@ class ProfileFacts:
     that trials on the model chose, else the defaults. `guider` has the pipeline's guider with its settings, if any.
     `cost` is what the calibration took, in generations and seconds. `origin` is the address with the commit, if the
     profile, or the one it was made from, was loaded from the Hub. `qualities` are the names whose targets differ from
-    the defaults, with their targets.
+    the defaults, with their targets. `passes` is how many branches ran in the first step, also where they were not
+    measured separately, and 0 if that is not known. `prompt_hashes` has a hash of each prompt that was measured or that
+    plans were tried on: none of them can certify a plan.
     """
 
     name: str
@@ -333,10 +335,13 @@ class ProfileFacts:
     cost: tuple[tuple[str, float], ...] = ()
     origin: str = ""
     qualities: tuple[tuple[str, str], ...] = ()
+    prompt_hashes: tuple[str, ...] = ()
+    passes: int = 0
 
     def __post_init__(self) -> None:
         require(self.effort in EFFORTS, f"its effort is {self.effort!r}")
         require(self.prompts >= 1, f"it was measured on {self.prompts} prompts")
+        require(self.passes >= 0, f"{self.passes} branches ran in its first step")
         offset = self.psnr_offset
         require(offset is None or abs(offset) < _LARGEST_OFFSET, f"its psnr_offset is {offset}")
         try:
