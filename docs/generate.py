@@ -85,6 +85,7 @@ def pages() -> dict[Path, str]:
             lead=lead(),
             quality_28=quality(steps=28),
             lead_28=lead(28),
+            efforts=quality(result="quality_effort"),
             elsewhere=elsewhere(),
             expected=expected(),
             late=late_steps(),

@@ -5,7 +5,7 @@
 Three kinds of captions: training rows, held-out concept/style pairs (the concept was seen in other styles, the style
 with other concepts) and concepts never seen. One image for each, seed 0. Writes metrics.json, sheet.png (fixed
 captions, no choice) and nearest.png (generated, real, nearest training image side by side). `early_step` is the PSNR
-that is left when the second of 50 steps repeats the output of the first.
+that is left when the second of 50 steps repeats the output of the first; `loss` is that of train.py at its times.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from dataset import read
+from dataset import load_split, read
 from diffusers import FlowMatchEulerDiscreteScheduler
 from export import load_run
+from model import Velocity, keep_times_exact
 from PIL import Image, ImageDraw
+from train import split_losses
 
 import holdover
 from holdover.metrics import psnr
@@ -154,6 +156,16 @@ def hold_early_step(pipeline: EmojiPipeline, captions: list[str], guidance: floa
     return {name: round(value.item(), 1) for name, value in figures.items()}
 
 
+def measure_losses(pipeline: EmojiPipeline, images: np.ndarray, rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The training loss on the first 512 rows of each split; changes the pipeline, so it comes last."""
+    device = pipeline.device
+    splits = {name: load_split(images, rows, name, pipeline.tokenizer, device) for name in SPLITS}
+    velocity = Velocity(pipeline.text_encoder, pipeline.transformer).to(device).eval()
+    keep_times_exact(velocity.transformer, torch.bfloat16)
+    with torch.no_grad():
+        return {name: split_losses(velocity, data, 512) for name, data in splits.items()}
+
+
 # -- sheets ------------------------------------------------------------------------------------------
 
 
@@ -268,7 +280,9 @@ def main() -> None:
                 entry[case.name]["early_step"] = hold_early_step(pipeline, captions, guidance)
         print(json.dumps(entry), flush=True)
         results.append(entry)
-        (options.out / "metrics.json").write_text(json.dumps(results, indent=1) + "\n")
+    for name, losses in measure_losses(pipeline, images, rows).items():
+        results[0][name]["loss"] = losses
+    (options.out / "metrics.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

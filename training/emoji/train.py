@@ -109,6 +109,16 @@ def flow_loss(
     return (velocity.float() - (noise - images)).square().mean()
 
 
+def split_losses(model: Callable[..., torch.Tensor], data: Emoji, size: int) -> list[float]:
+    """The loss at a few times on fixed noise, for the first rows of a split."""
+    images, captions = data.rows(size)
+    device = images.device
+    noise = torch.randn(images.shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    at = [torch.full((len(images),), value, device=device) for value in EVAL_TIMES]
+    values = [flow_loss(model, images, captions, times, noise).detach() for times in at]
+    return [round(value, 5) for value in torch.stack(values).tolist()]
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon).
 
@@ -219,11 +229,7 @@ class Trainer:
         self.model.text_encoder.eval()
         losses: dict[str, list[float]] = {}
         for name, data in splits.items():
-            images, captions = data.rows(self.settings.batch)
-            noise = torch.randn(images.shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
-            at = [torch.full((len(images),), value, device=self.device) for value in EVAL_TIMES]
-            values = [flow_loss(self.forward, images, captions, times, noise).detach() for times in at]
-            losses[name] = [round(value, 5) for value in torch.stack(values).tolist()]
+            losses[name] = split_losses(self.forward, data, self.settings.batch)
         self.model.text_encoder.train()
         self.swap()
         if (loss := sum(losses["val_pair"])) < self.least:
