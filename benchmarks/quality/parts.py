@@ -66,11 +66,10 @@ def all_parts(scale: Scale) -> dict[str, Part]:
     ]
     return {
         **_parts(EFFORT, main, scale.budgets),
-        **{name: part for parts in thorough for name, part in parts.items()},
         **_parts(OTHERS, main, (*scale.budgets, *scale.beyond)),
         **_parts(plans, main, scale.budgets),
         **_parts(EFFORT | OTHERS | plans, short, scale.fewer_budgets),
-        **{name: part for parts in few for name, part in parts.items()},
+        **{name: part for parts in (*few, *thorough) for name, part in parts.items()},
         "training": studies.train_plans,
         "generations": studies.calibrate_on_fewer_generations,
         "guidance": studies.use_at_other_guidance,
