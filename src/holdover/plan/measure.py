@@ -61,7 +61,7 @@ from .method import PlanMethod
 from .planner import PlanProblem
 from .polish import expected_generations, improve
 from .recorded import ReplayError
-from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
+from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs, mix_change
 from .search import growing
 
 logger = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class _CalibrationSession:
         self._blocks_supported = True
         self._spec: GenerationSpec | None = None
         self._mixes: list[BranchMix] = []
-        self._passes = 0
+        self._passes, self._mix_change = 0, 0.0
         self._growth: list[Array] = []
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
@@ -304,6 +304,11 @@ class _CalibrationSession:
                     "all passes, and the quality they predict is less certain. Check it with holdover.tune.",
                     spec.guider,
                 )
+            if mix.branches and mix.preconditioning is None:
+                for first, _ in spec.ranges:
+                    outputs = [reference.branches[name][first] for name in mix.branches]
+                    change = float(mix_change(outputs, reference.outputs[first], mix.mix))
+                    self._mix_change = max(self._mix_change, change)
             for name, grams in reference.residual_grams().items():
                 self._residual_grams.setdefault(name, []).append(grams)
             measurements = mix.measurements(spec.noise).merged
@@ -396,6 +401,7 @@ class _CalibrationSession:
             guidance=spec.guidance if caller.guidance is None or spec.guider else float(caller.guidance),
             branches=mix.branches,
             mix=mix.mix,
+            mix_change=self._mix_change,
             passes=self._passes,
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
             carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),

@@ -37,9 +37,11 @@ from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
 from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
+from .recording import mix_change
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
-_SAME_MIX = 0.05  # relative to the largest share: rescaling the mix to the norm of a branch changes it by less
+_SAME_MIX = 0.05  # change of the shares of branches, relative to the largest, that means nothing
+_USUAL = 3.0  # times the change in measured generations: some pipelines rescale the mix to the norm of a branch
 _OTHER_BRANCHES = "other branches run than were measured (another kind of guidance)"
 _OTHER_MIX = "the branches are mixed with other weights than were measured (another true_cfg_scale or guidance_scale_2)"
 
@@ -79,26 +81,19 @@ class _GenerationState:
     branches_known: bool = False
     as_measured: bool = True  # the branches that run are those whose quality is known
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the branches, at the first step of an expert
-    mix_errors: list[AsyncScalar] = field(default_factory=list)
+    mix_changes: list[AsyncScalar] = field(default_factory=list)
 
     def is_first_step(self, step: int) -> bool:
         """Whether an expert begins here: with branches measured separately, what mixes them is compared."""
         return bool(self.problem.branches) and any(step == first for first, _ in self.problem.spec.ranges)
 
     def compare_mix(self, mixed: torch.Tensor) -> None:
-        """Compare what the scheduler got with the mix of the branches that the plan was made for.
-
-        What is kept is the change of a branch's weight that explains the difference best, the largest of all branches.
-        """
+        """Compare what the scheduler got with the mix of the branches that the plan was made for."""
         outputs, self.outputs = self.outputs, {}
         names, measured = self.problem.branches, self.problem.measurements
         if set(outputs) != set(names) or measured is None or any(o.numel() != mixed.numel() for o in outputs.values()):
             return
-        flat = [outputs[name].float().flatten() for name in names]
-        error = mixed.float().flatten() - sum(share * one for share, one in zip(measured.mix, flat, strict=True))
-        apart = [one - flat[0] for one in flat[1:]] or flat
-        changes = [(error @ one).abs() / one.square().sum().clamp_min(1e-12) for one in apart]
-        self.mix_errors.append(AsyncScalar(torch.stack(changes).max() / max(map(abs, measured.mix))))
+        self.mix_changes.append(AsyncScalar(mix_change([outputs[name] for name in names], mixed, measured.mix)))
 
 
 class PlanMethod(Method[PlanConfig]):
@@ -297,10 +292,10 @@ class PlanMethod(Method[PlanConfig]):
         if state is None or monitor is None or self._profile is None:
             return
         monitor.close()
-        if any(error.read() > _SAME_MIX for error in state.mix_errors):
+        facts = self._profile.facts
+        if any(change.read() > _SAME_MIX + _USUAL * facts.mix_change for change in state.mix_changes):
             self._promise_nothing(state, _OTHER_MIX)
         self.as_measured = state.as_measured
-        facts = self._profile.facts
         if self._stats is not None and state.as_measured:
             self._stats.estimate = partial(monitor.expected_quality, facts.estimates)
         measured = facts.surprise and state.problem.spec.length <= len(facts.noise)  # not on a finer grid

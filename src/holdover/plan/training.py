@@ -23,6 +23,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -90,15 +91,14 @@ def train(
         state = TrainingState(0, judge(weights, factors))
         report(state, state.best, weights, factors)
     best = state.best, dict(weights), factors
-    if not plan.parameters.numel():
+    if not plan.parameters.numel() or state.stale == _PATIENCE:
         return best
-    optimizer, draws = torch.optim.Adam([plan.parameters], _RATE), _draw_batches(replay.batches)
+    optimizer = torch.optim.Adam([plan.parameters], _RATE)
     if state.iteration:
         _restore(plan.parameters, optimizer, state)
-        [next(draws) for _ in range(state.iteration)]
+    draws = islice(_draw_batches(replay.batches), state.iteration, iterations)
     with _differentiable(replay):
-        for iteration in range(state.iteration + 1, iterations + 1):
-            chosen = next(draws)
+        for iteration, chosen in enumerate(draws, state.iteration + 1):
             optimizer.param_groups[0]["lr"] = _RATE / 2 * (1 + math.cos(math.pi * (iteration - 1) / iterations))
             optimizer.zero_grad()
             if not differences:
