@@ -99,9 +99,9 @@ class Chebyshev:
     depth: int
 
     def weights(self, step: int, anchors: Sequence[int]) -> tuple[float, ...]:
-        fitted = self._basis(anchors)
-        normal = fitted.T @ fitted + self.ridge * np.eye(self.degree + 1)
-        total = self.share * (fitted @ np.linalg.solve(normal, self._basis([step])[0]))
+        left, scales, right = np.linalg.svd(self._basis(anchors), full_matrices=False)
+        shrunk = scales / (scales**2 + self.ridge)  # the normal equations would be singular for a tiny ridge
+        total = self.share * (left @ (shrunk * (right @ self._basis([step])[0])))
         line = newton_weights(anchors[-2:], step)
         total[-len(line) :] += (1.0 - self.share) * np.array(line)
         return tuple(total.tolist())

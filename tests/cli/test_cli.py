@@ -74,8 +74,11 @@ def test_info_says_what_a_bug_report_needs() -> None:
     assert found["device"]
 
 
-def test_info_shows_the_blocks_of_a_model() -> None:
-    out, _ = run("info", "--model", "emoji")
+def test_info_shows_the_blocks_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    out, err = run("info", "--model", "emoji")
+    assert err == ""
+    assert [record.message for record in caplog.records if record.name.startswith("holdover")] == []
     assert "FluxTransformer2DModel replays" in out
     assert "stack: transformer_blocks (2), single_transformer_blocks (8)" in out
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import holdover
+from constant_free import HOLD
 from tiny.models import MODELS, with_timestep
 from tiny.pipelines import PIPELINES, run
 
@@ -104,6 +105,17 @@ def test_the_other_pipeline_is_held_on_its_own(built):
         stopped(pipe, tiny, after=1)
         run(other, **with_other_prompt(tiny.call(steps=3)))
         assert cache.stats().last.trace(cache.stats().last.branches[-1])[-3:] == "Chh"
+
+
+@pytest.mark.parametrize("method", HOLD)
+def test_the_other_pipeline_may_run_more_steps_than_were_left(method):
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    other = other_pipeline(pipe)
+    with holdover.enable(pipe, method, **HOLD[method]) as cache:
+        stopped(pipe, tiny, after=2)
+        assert torch.isfinite(run(other, **tiny.call(steps=2 * STEPS))).all()
+        assert cache.stats().computed + cache.stats().held == 3 + 2 * STEPS
 
 
 @pytest.mark.parametrize("name", NAMED)

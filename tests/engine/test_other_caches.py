@@ -1,4 +1,4 @@
-"""Two caches on one transformer give wrong images: diffusers' own are refused, before and after."""
+"""Two caches on one transformer give wrong images: those of diffusers and cache-dit are refused, before and after."""
 
 from __future__ import annotations
 
@@ -57,6 +57,30 @@ def test_hooks_without_a_config_are_noticed_too():
     apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.2))
     with pytest.raises(holdover.EnableError, match="FBCHeadBlockHook"):
         holdover.enable(pipe, "mag_cache", **MAG)
+
+
+@pytest.mark.parametrize("method", ["mag_cache", "cache_dit"])
+def test_a_cache_of_cache_dit_is_refused_and_noticed(method):
+    cache_dit = pytest.importorskip("cache_dit")
+    settings = MAG if method == "mag_cache" else {"residual_diff_threshold": 0.0}
+    pipe = TINY.build()
+    plain = run(pipe, **TINY.call(steps=STEPS))
+
+    def enable_other():
+        cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(Fn_compute_blocks=1))
+
+    enable_other()
+    with pytest.raises(holdover.EnableError, match=r"cache_dit\.disable_cache\(pipe\)"):
+        holdover.enable(pipe, method, **settings)
+    cache_dit.disable_cache(pipe)
+    with holdover.enable(pipe, method, **settings):
+        assert torch.equal(run(pipe, **TINY.call(steps=STEPS)), plain)
+        enable_other()
+        with pytest.raises(holdover.EnableError, match=r"cache_dit\.disable_cache\(pipe\)"):
+            run(pipe, **TINY.call(steps=STEPS))
+        cache_dit.disable_cache(pipe)
+        assert torch.equal(run(pipe, **TINY.call(steps=STEPS)), plain)
+    assert torch.equal(run(pipe, **TINY.call(steps=STEPS)), plain)
 
 
 def test_hooks_that_are_no_cache_are_left_alone():

@@ -177,6 +177,14 @@ def test_a_failed_enable_leaves_nothing_behind():
     first.disable()
 
 
+def test_ranks_that_are_none_are_refused_and_leave_nothing_behind():
+    pipe = PIPELINES["FluxPipeline"].build()
+    before = snapshot(pipe)
+    with pytest.raises(holdover.ConfigError, match=r"ranks is a holdover\.Ranks, .* not \[0, 1\]"):
+        holdover.enable(pipe, "easy_cache", ranks=[0, 1])
+    assert differences(before, snapshot(pipe)) == []
+
+
 def test_enabling_twice_is_refused_and_disabling_twice_too():
     pipe = PIPELINES["FluxPipeline"].build()
     cache = holdover.enable(pipe, "tea_cache", rel_l1_thresh=0.6)

@@ -309,6 +309,13 @@ def test_the_forecast_is_a_ridge_regression_mixed_with_a_line(degree, ridge, com
     assert np.array(weights) @ values == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("ridge", [1e-300, 1e-18])
+def test_with_hardly_any_ridge_the_forecast_is_the_smallest_polynomial_through_the_computed_steps(ridge):
+    basis = np.polynomial.chebyshev.chebvander(2 * np.array([0, 1, 4, 6]) / 50 - 1, 8)
+    expected = basis[-1] @ np.linalg.pinv(basis[:-1])
+    assert Chebyshev(8, ridge, 1.0, 0, 50, depth=50).weights(6, [0, 1, 4]) == pytest.approx(expected, rel=1e-6)
+
+
 def test_spectrum_on_a_bare_transformer_asks_for_the_number_of_steps():
     model = FLUX.build()
     with holdover.enable(model, "spectrum"), torch.no_grad():

@@ -105,7 +105,10 @@ class EngineBackend(CacheBackend[ConfigT]):
 
     def set_ranks(self, ranks: Ranks) -> None:
         """State the groups of ranks of the generations to come, where the transformer does not show them."""
-        self._require_engine().set_ranks(ranks)
+        engine = self._require_engine()
+        if not isinstance(ranks, Ranks):
+            raise ConfigError(f"ranks is a holdover.Ranks, such as Ranks(sequence=group), not {ranks!r}.")
+        engine.set_ranks(ranks)
 
     def stats(self) -> Stats:
         if self._engine is not None:

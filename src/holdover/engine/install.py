@@ -193,15 +193,23 @@ def iter_registries(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def refuse_other_caches(module: nn.Module) -> None:
-    """Raise where one of diffusers' own caches is on a transformer: its hooks that keep state all belong to caches."""
-    for _, registry in iter_registries(module):
-        for hook in registry.hooks.values():
-            if hook._is_stateful and type(hook).__module__.startswith("diffusers."):
-                raise EnableError(
-                    f"There is a cache of diffusers on this {type(module).__name__} ({type(hook).__name__}), and two "
-                    "caches on one transformer give wrong images. Call transformer.disable_cache() first, or disable "
-                    "the holdover cache."
-                )
+    """Raise where a cache of diffusers or of the cache-dit library is on a transformer.
+
+    diffusers' hooks that keep state all belong to caches; cache-dit marks the transformers whose forward it wraps.
+    """
+    found = [
+        (type(hook).__name__, "transformer.disable_cache()")
+        for _, registry in iter_registries(module)
+        for hook in registry.hooks.values()
+        if hook._is_stateful and type(hook).__module__.startswith("diffusers.")
+    ]
+    if vars(module).get("_is_cached") is True:
+        found.append(("cache-dit", "cache_dit.disable_cache(pipe)"))
+    for cache, remedy in found:
+        raise EnableError(
+            f"There is another cache on this {type(module).__name__} ({cache}), and two caches on one transformer give "
+            f"wrong images. Call {remedy} first, or disable the holdover cache."
+        )
 
 
 class CachedTransformer:

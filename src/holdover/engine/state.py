@@ -223,7 +223,7 @@ class ForwardCall:
     def noise(self) -> float:
         """The noise level of this step, where 1 is pure noise: the scheduler's, or without one the timestep's."""
         grid, runs_up = self.generation.grids[self.transformer], self.transformer.family.time_runs_up
-        if grid.noise:
+        if self.step < len(grid.noise):  # more steps run where another pipeline goes on after a stopped one
             counts_up = grid.noise[0] < grid.noise[-1]  # a few schedulers do
             return 1.0 - grid.noise[self.step] if counts_up else grid.noise[self.step]
         time = noisiest(self.timestep, runs_up)
