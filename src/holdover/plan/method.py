@@ -309,7 +309,8 @@ class PlanMethod(Method[PlanConfig]):
             self._warned = True
             warnings.warn(
                 f"The outputs of this model are {factor:.0f} times less predictable than its profile says. "
-                "If a LoRA or quantized weights were added since it was measured, calibrate again with them.",
+                "If a LoRA or quantized weights were added since it was measured, or the scheduler is another one, "
+                "calibrate again with them.",
                 HoldoverWarning,
                 stacklevel=2,
             )

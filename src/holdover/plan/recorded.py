@@ -84,7 +84,7 @@ class RecordedBatch:
 
     `calls` by step and branch; `latents` (steps + 1, batch, ...) before each step and at the end; `outputs` (steps,
     batch, ...) as the scheduler got them; `parts` (parts, steps, batch, ...), the outputs of each branch, and of each
-    part of a doubled batch.
+    part of a doubled batch, which the transformer rounds to a relative precision of `rounding`.
     """
 
     calls: list[dict[str, RecordedCall]]
@@ -92,6 +92,7 @@ class RecordedBatch:
     outputs: Tensor
     parts: Tensor
     mix: Mix
+    rounding: float
     images: Tensor | None
 
     @property
@@ -136,7 +137,9 @@ class CallRecorder(OutputRecorder):
             )
             parts.append(torch.cat([split_parts(one[-1], latents[step]) for one in self._inputs[step].values()]))
         mixed = torch.stack(parts, dim=1)
-        return RecordedBatch(calls, latents, outputs, mixed, find_mix_of_parts(mixed, outputs), images)
+        given = next(iter_tensors([one[-1] for one in self._inputs[0].values()]))
+        rounding = torch.finfo(given.dtype).eps
+        return RecordedBatch(calls, latents, outputs, mixed, find_mix_of_parts(mixed, outputs), rounding, images)
 
 
 class _RecordingRunner(OutputRunner):
@@ -230,9 +233,10 @@ def find_mix_of_parts(parts: Tensor, outputs: Tensor) -> Mix:
         base, change = across(parts[1 - kept].double()), across((parts[kept] - parts[1 - kept]).double())
         scale = float(-(base * change).sum() / change.square().sum().clamp_min(1e-30))
         shares = torch.tensor([scale, 1 - scale] if kept == 0 else [1 - scale, scale]).to(parts)
-        mix = Mix(shares.expand(len(outputs), -1), kept)
-        if _is_explained(mix(parts, slice(None)), outputs):
-            return mix
+        mixed = Mix(shares.expand(len(outputs), -1), kept)(parts, slice(None))
+        sign = 1 if float((mixed * outputs).sum()) > 0 else -1  # Lumina 2 passes on the negative
+        if _is_explained(sign * mixed, outputs):
+            return Mix(sign * shares.expand(len(outputs), -1), kept)
     raise ReplayError("What its scheduler gets is no mix of the outputs of its transformer.")
 
 
