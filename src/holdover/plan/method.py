@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ..engine.backend import EngineBackend
@@ -37,11 +38,12 @@ from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
 from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
+from .recorded import find_shares
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
 _SAME_MIX = 0.05  # relative to the largest share: rescaling the mix to the norm of a branch changes it by less
 _OTHER_BRANCHES = "other branches run than were measured (another kind of guidance)"
-_OTHER_MIX = "the branches are mixed with other weights than were measured (another true_cfg_scale or guidance_scale_2)"
+_OTHER_MIX = "the branches are mixed with other weights than were measured (another guidance scale)"
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,20 @@ class _GenerationState:
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
     as_measured: bool = True  # the branches that run are those whose quality is known
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the branches, at the first step of an expert
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # by branch, at an expert's first step
     mix_errors: list[AsyncScalar] = field(default_factory=list)
+    first: tuple[list[Any], torch.Tensor] | None = None  # the outputs of the first step, and what the scheduler got
 
     def is_first_step(self, step: int) -> bool:
         """Whether an expert begins here: with branches measured separately, what mixes them is compared."""
-        return bool(self.problem.branches) and any(step == first for first, _ in self.problem.spec.ranges)
+        return any(step == first for first, _ in self.problem.spec.ranges)
 
     def compare_mix(self, mixed: torch.Tensor) -> None:
         """Compare what the scheduler got with the mix of the branches that the plan was made for.
 
         What is kept is the change of a branch's weight that explains the difference best, the largest of all branches.
         """
-        outputs, self.outputs = self.outputs, {}
+        outputs, self.outputs = {branch: tensors[0] for branch, tensors in self.outputs.items()}, {}
         names, measured = self.problem.branches, self.problem.measurements
         if set(outputs) != set(names) or measured is None or any(o.numel() != mixed.numel() for o in outputs.values()):
             return
@@ -150,13 +153,13 @@ class PlanMethod(Method[PlanConfig]):
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        return self._state is not None and bool(self._state.problem.branches)
+        return self._state is not None and (bool(self._state.problem.branches) or self._knows_mix(self._state))
 
     def observe(self, computed: ComputedForward) -> None:
         """Keep the outputs of the branches until the scheduler gets their mix."""
         if self._state is not None and self._state.is_first_step(computed.step):
-            output = next(iter_tensors(computed.output))
-            self._state.outputs[computed.branch] = output.clone()  # a CUDA graph may write the next one there
+            tensors = iter_tensors(computed.output)
+            self._state.outputs[computed.branch] = [t.clone() for t in tensors]  # a CUDA graph may write the next there
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
@@ -255,6 +258,28 @@ class PlanMethod(Method[PlanConfig]):
         if not state.as_measured:
             self._promise_nothing(state, _OTHER_BRANCHES)
 
+    def _knows_mix(self, state: _GenerationState) -> bool:
+        """Whether the mix of the first step is known, of branches that were not measured separately.
+
+        Not at another guidance scale that the pipeline tells: what is promised there was found there.
+        """
+        if self._profile is None or not self._profile.facts.first_mix or self._profile.facts.branches:
+            return False
+        spec = state.problem.spec
+        whole = spec.ranges[0][0] == 0 and self._transformers[0].groups.cfg_rank[1] == 1
+        return whole and spec.guidance in (None, self._profile.facts.guidance)
+
+    def _check_first_mix(self, state: _GenerationState, shares: tuple[float, ...] | None) -> None:
+        """Promise nothing where the first step mixes other parts than were measured, or with other shares."""
+        assert self._profile is not None
+        measured = self._profile.facts.first_mix
+        if shares is None:
+            return
+        if shares and len(shares) != len(measured):
+            self._promise_nothing(state, _OTHER_BRANCHES)
+        elif not shares or not np.allclose(shares, measured, rtol=0, atol=_SAME_MIX * max(map(abs, measured))):
+            self._promise_nothing(state, _OTHER_MIX)
+
     def _promise_nothing(self, state: _GenerationState, reason: str) -> None:
         """Say that the quality of this generation is not known."""
         state.as_measured = False
@@ -279,8 +304,10 @@ class PlanMethod(Method[PlanConfig]):
             self._check_branches(state)
         if self.monitor is None:
             self._start_monitor(state)
-        if state.outputs:
+        if state.outputs and state.problem.branches:
             state.compare_mix(model_output(stepped, state.problem.preconditioning))
+        elif state.outputs and state.first is None and self._knows_mix(state):
+            state.first = list(state.outputs.values()), model_output(stepped, state.problem.preconditioning).clone()
         computed = stepped.step in state.plan.computed
         if self.monitor is not None and (computed or self.monitor.looks_back):
             self.monitor.observe(stepped.step, model_output(stepped, state.problem.preconditioning), computed)
@@ -299,6 +326,8 @@ class PlanMethod(Method[PlanConfig]):
         monitor.close()
         if any(error.read() > _SAME_MIX for error in state.mix_errors):
             self._promise_nothing(state, _OTHER_MIX)
+        if state.as_measured and state.first is not None:
+            self._check_first_mix(state, find_shares(*state.first))
         self.as_measured = state.as_measured
         facts = self._profile.facts
         if self._stats is not None and state.as_measured:

@@ -207,11 +207,26 @@ def _with_latent(value: Any, latent: Tensor) -> Any:
 def split_parts(output: Any, latent: Tensor) -> Tensor:
     """(parts, batch, ...): the first output of a transformer like the latent; a doubled batch has two parts."""
     tensors = list(iter_tensors(output))
-    many = len(tensors) > 1 and all(t.numel() * len(latent) == latent.numel() for t in tensors)
+    many = all(t.numel() * len(latent) == latent.numel() for t in tensors)  # a list of samples
     try:
         return _latent_part(torch.stack(tensors) if many else tensors[0], latent).float()
     except (TypeError, ValueError):
         raise ReplayError("The outputs of its transformer are not like its latents.") from None
+
+
+def find_shares(outputs: Sequence[Any], mixed: Tensor) -> tuple[float, ...] | None:
+    """The share of each part of some branches in what the scheduler got at one step; none if it is no mix of them.
+
+    None if the outputs are not like what the scheduler got.
+    """
+    try:
+        parts = torch.cat([split_parts(output, mixed) for output in outputs]).cpu()
+    except ReplayError:
+        return None
+    try:
+        return tuple(find_mix_of_parts(parts[:, None], mixed[None].float().cpu()).shares[0].tolist())
+    except ReplayError:
+        return ()
 
 
 def find_mix_of_parts(parts: Tensor, outputs: Tensor) -> Mix:

@@ -302,8 +302,10 @@ class ProfileFacts:
     `cost` is what the calibration took, in generations and seconds. `origin` is the address with the commit, if the
     profile, or the one it was made from, was loaded from the Hub. `qualities` are the names whose targets differ from
     the defaults, with their targets. `passes` is how many branches ran in the first step, also where they were not
-    measured separately, and 0 if that is not known. `prompt_hashes` has a hash of each prompt that was measured or that
-    plans were tried on: none of them can certify a plan.
+    measured separately, and 0 if that is not known. `first_mix` has the share of each branch, and of each part of a
+    doubled batch, in what the scheduler got in the first step; it is empty where branches were measured separately, or
+    where it is no mix of them. `prompt_hashes` has a hash of each prompt that was measured or that plans were tried on:
+    none of them can certify a plan.
     """
 
     name: str
@@ -337,6 +339,7 @@ class ProfileFacts:
     qualities: tuple[tuple[str, str], ...] = ()
     prompt_hashes: tuple[str, ...] = ()
     passes: int = 0
+    first_mix: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.effort in EFFORTS, f"its effort is {self.effort!r}")
