@@ -12,7 +12,7 @@ from holdover.profiles import Profile
 from .tuned import HELD_BACK, STEPS, SURE, generate, measured, pipeline, tuned
 
 
-def planned(profile: Profile, **wanted: str) -> tuple[tuple[int, ...], str]:
+def planned(profile: Profile, **wanted: str | int) -> tuple[tuple[int, ...], str]:
     """The computed steps of a generation, and what its notes say."""
     with holdover.enable(pipeline(), "plan", profile=profile, **wanted) as cache:
         generate()
@@ -48,6 +48,16 @@ def test_nothing_is_expected_of_far_more_steps_than_were_measured() -> None:
         pytest.raises(ConfigError, match="measured with 8 steps, so psnr>=40 is not known of 25: calibrate with"),
     ):
         generate(steps=3 * STEPS + 1)
+
+
+def test_nothing_is_expected_under_a_scheduler_that_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = type(pipeline().scheduler).from_config(pipeline().scheduler.config, stochastic_sampling=True)
+    monkeypatch.setattr(pipeline(), "scheduler", random)
+    computed, note = planned(measured(), budget=3)
+    assert len(computed) == 3
+    assert note.endswith("not known, because FlowMatchEulerDiscreteScheduler is random or not linear")
+    with pytest.raises(ConfigError, match=r"Nothing is certified for psnr>=40 here: run holdover\.tune"):
+        planned(measured(), quality="high")
 
 
 def test_the_certified_plan_is_used_where_there_is_one() -> None:

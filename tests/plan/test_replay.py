@@ -32,6 +32,7 @@ NAMES = (
     "FluxKontextPipeline",
     "StableDiffusion3Pipeline",
     "QwenImagePipeline",
+    "Lumina2Pipeline",
     "CogVideoXPipeline",
     "Cosmos2TextToImagePipeline",
     "WanImageToVideoPipeline[2.2]",
@@ -69,7 +70,7 @@ def replayed(name: str, euler: bool = False):
 def test_a_replayed_plan_ends_where_that_of_the_pipeline_ends(name, monkeypatch):
     """Kontext has more tokens, Stable Diffusion 3 a doubled batch, Cosmos a preconditioning, Qwen-Image rescales norms,
 
-    CogVideoX changes its guidance from step to step, and Wan has two experts.
+    Lumina 2 does and passes on the negative, CogVideoX changes its guidance from step to step, and Wan has two experts.
     """
     monkeypatch.setattr(replay_module, "_SAME_END", 0.02)
     replay, check, _ = replayed(name)
@@ -79,6 +80,21 @@ def test_a_replayed_plan_ends_where_that_of_the_pipeline_ends(name, monkeypatch)
     with quiet(), pytest.raises(ReplayError, match="more than the latent"):
         check()
     replay.batches[0].latents[-1] -= 1.0
+
+
+def test_rounding_is_not_taken_for_a_plan_that_ends_elsewhere():
+    tiny = PIPELINES["FluxPipeline"]
+    pipe = tiny.build()
+    pipe.transformer.to(torch.bfloat16)
+    call = {k: v.bfloat16() if isinstance(v, torch.Tensor) else v for k, v in keywords(tiny).items()}
+    with quiet():
+        profile = holdover.calibrate(pipe, [call], 12, effort="quick", progress=False)
+        caller, batch = Caller.like(profile, pipe, {}), ([call], [0])
+        replay = Replay(caller, profile, [batch])
+        replay.check(caller, profile, batch)
+        replay.batches[0].latents[-1] *= 1.1
+        with pytest.raises(ReplayError, match="more than the latent"):
+            replay.check(caller, profile, batch)
 
 
 @pytest.mark.parametrize("differences", [False, True])

@@ -215,6 +215,24 @@ def test_guidance_as_it_was_measured_is_told_from_another_one(name):
     assert said == [False, name.startswith("Wan")]
 
 
+@pytest.mark.parametrize("name", ["PixArtSigmaPipeline", "QwenImagePipeline"])
+def test_a_guidance_scale_that_the_pipeline_does_not_tell_is_seen_in_what_the_scheduler_gets(name):
+    """PixArt has both branches in one batch, and Qwen-Image rescales norms: neither has a mix for each branch."""
+    tiny, said = PIPELINES[name], []
+    pipe, scale = tiny.build(), "true_cfg_scale" if name.startswith("Qwen") else "guidance_scale"
+    with quiet():
+        profile = holdover.calibrate(pipe, [keywords(tiny)] * 2, STEPS, effort="quick", progress=False)
+        with holdover.enable(pipe, "plan", profile=profile, budget=4) as cache:
+            for call in (tiny.call(), tiny.call(seed=3, size=1), tiny.call() | {scale: 9.0}, tiny.call(guidance=False)):
+                pipe(**call | {"num_inference_steps": STEPS})
+                said.append(cache.stats().last.notes[0])
+    assert profile.facts.guidance is None
+    assert profile.facts.branches == ()
+    assert ["not known" in note for note in said] == [False, False, True, True]
+    assert "mixed with other weights" in said[2]
+    assert "other branches run" in said[3]
+
+
 def test_prompts_that_plans_were_fitted_to_certify_nothing():
     with pytest.raises(holdover.ConfigError, match="1 of these 5 prompts were used to measure"):
         holdover.tune(pipeline(), measured(), [*HELD_BACK, CALIBRATION[0]], **SURE)

@@ -193,6 +193,7 @@ class GenerationSpec:
     """What a generation runs, known before its first step.
 
     `ranges` has the first and last step of each expert; `response`, how much of each scheduler input is in each latent.
+    It is that of Euler steps where the scheduler's own is not `known`, because it is random or not linear.
     """
 
     noise: Array
@@ -202,6 +203,7 @@ class GenerationSpec:
     guidance: float | None = None
     adapters: tuple[str, ...] = ()
     guider: str = ""
+    known: bool = True
 
     @property
     def length(self) -> int:
@@ -239,6 +241,7 @@ def describe_generation(pipeline: Any, transformers: Sequence[CachedTransformer]
         guidance,
         tuple(adapter for transformer in transformers for adapter in adapters(transformer.core)),
         guider,
+        scheduler is None or response is not None,
     )
 
 

@@ -33,7 +33,7 @@ from ..errors import ConfigError, HoldoverError, HoldoverWarning, UnsupportedMod
 from ..grid import Grid
 from ..magcache.calibration import Calibration
 from ..metrics import each, psnr
-from ..models.inputs import unwrap_module
+from ..models.inputs import iter_tensors, unwrap_module
 from ..models.pipelines import find_transformers
 from ..models.registry import Signal
 from ..policies.base import AlwaysCompute, Scheduled
@@ -60,8 +60,8 @@ from .generation import NEWTON_DEPTH, GenerationSpec, facts_of, guidance_of, mod
 from .method import PlanMethod
 from .planner import PlanProblem
 from .polish import expected_generations, improve
-from .recorded import ReplayError
-from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs, mix_change
+from .recorded import ReplayError, find_shares
+from .recording import BranchMix, Kept, OutputRecorder, TrajectoryRecord, find_mix, merge_runs
 from .search import growing
 
 logger = logging.getLogger(__name__)
@@ -238,6 +238,7 @@ class Probe(PlanMethod):
     """Computes one step in six and extrapolates the others with Newton, to see how errors grow."""
 
     follows = True
+    observes = True
     uses_profile = False
 
     def __init__(self, record: TrajectoryRecord, measurements: Measurements) -> None:
@@ -247,14 +248,23 @@ class Probe(PlanMethod):
         self.outputs = OutputMonitor(OutputTable(measurements, np.zeros(steps), ((0, steps - 1),)))
         self.computed: tuple[int, ...] = ()
         self.record = record
+        self.first_mix: tuple[float, ...] | None = None
+        self._first: list[Any] = []  # the outputs of the first step
 
     def policy(self, transformer: CachedTransformer, branch: str, grid: Grid) -> Scheduled:
         scheduled = super().policy(transformer, branch, grid)
         self.computed = tuple(sorted(scheduled.computed))
         return scheduled
 
+    def observe(self, computed: ComputedForward) -> None:
+        if computed.step == 0:
+            self._first.append([tensor.clone() for tensor in iter_tensors(computed.output)])
+
     def on_scheduler_step(self, stepped: SchedulerStep) -> None:
         self.record.add_step(stepped)
+        if stepped.step == 0:
+            self.first_mix = find_shares(self._first, model_output(stepped, self.record.preconditioning))
+            self._first.clear()
         if stepped.step in self.computed:
             self.outputs.observe(stepped.step, model_output(stepped, self.record.preconditioning), computed=True)
 
@@ -283,11 +293,12 @@ class _CalibrationSession:
         self._blocks_supported = True
         self._spec: GenerationSpec | None = None
         self._mixes: list[BranchMix] = []
-        self._passes, self._mix_change = 0, 0.0
+        self._passes = 0
         self._growth: list[Array] = []
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
         self._forecast_ratios: list[float] = []
+        self._first_mixes: list[tuple[float, ...]] = []
 
     def measure(self, batch: Batch, bar: Any) -> None:
         """One uncached run and one probe of the same images."""
@@ -304,11 +315,6 @@ class _CalibrationSession:
                     "all passes, and the quality they predict is less certain. Check it with holdover.tune.",
                     spec.guider,
                 )
-            if mix.branches and mix.preconditioning is None:
-                for first, _ in spec.ranges:
-                    outputs = [reference.branches[name][first] for name in mix.branches]
-                    change = float(mix_change(outputs, reference.outputs[first], mix.mix))
-                    self._mix_change = max(self._mix_change, change)
             for name, grams in reference.residual_grams().items():
                 self._residual_grams.setdefault(name, []).append(grams)
             measurements = mix.measurements(spec.noise).merged
@@ -325,6 +331,7 @@ class _CalibrationSession:
             offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
             self._psnr_offsets += offsets[np.isfinite(offsets)].tolist()
         self._forecast_ratios += probe.outputs.ratios
+        self._first_mixes.append(probe.first_mix or ())
         self._mixes.append(mix)
 
     def _announce(self, bar: Any, latent: torch.Tensor) -> None:
@@ -401,8 +408,8 @@ class _CalibrationSession:
             guidance=spec.guidance if caller.guidance is None or spec.guider else float(caller.guidance),
             branches=mix.branches,
             mix=mix.mix,
-            mix_change=self._mix_change,
             passes=self._passes,
+            first_mix=() if mix.branches else self._first_mixes[0],
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
             carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),
             call=_plain_settings(caller),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ..engine.backend import EngineBackend
@@ -21,7 +22,6 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
-from ..engine.signals import AsyncScalar
 from ..engine.state import ComputedForward
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning, ProfileError
@@ -37,13 +37,12 @@ from .error_model import DEPTH, Weights
 from .estimate import OutputMonitor
 from .generation import check_profile, describe_generation, generation_key, model_output, resolve_profile
 from .planner import Plan, Planner, PlanProblem, mix_for_guidance, plan_problem
-from .recording import mix_change
+from .recorded import find_shares
 
 _CACHED_KINDS = 32  # kinds of generation whose plans are kept
-_SAME_MIX = 0.05  # change of the shares of branches, relative to the largest, that means nothing
-_USUAL = 3.0  # times the change in measured generations: some pipelines rescale the mix to the norm of a branch
+_SAME_MIX = 0.05  # of the largest share: rescaling a mix to the norm of a branch changes its shares by less
 _OTHER_BRANCHES = "other branches run than were measured (another kind of guidance)"
-_OTHER_MIX = "the branches are mixed with other weights than were measured (another true_cfg_scale or guidance_scale_2)"
+_OTHER_MIX = "the branches are mixed with other weights than were measured (another guidance scale)"
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,30 @@ class PlanMemory:
         self.warned_unmeasured = False
 
 
+@dataclass(frozen=True, eq=False)
+class FirstMix:
+    """What an expert's first step put out, what the scheduler got of it, and the shares that were measured.
+
+    `separate`: branches were measured separately, so that what the scheduler gets is a linear mix of them.
+    """
+
+    outputs: list[list[torch.Tensor]]  # of each branch
+    mixed: torch.Tensor
+    measured: tuple[float, ...]
+    separate: bool
+
+    def find_difference(self) -> str:
+        """Why the mix is not the one that was measured; empty if it is, or if that cannot be told."""
+        shares = find_shares(self.outputs, self.mixed)
+        if shares is None or (self.separate and not shares):
+            return ""
+        if shares and len(shares) != len(self.measured):
+            return _OTHER_BRANCHES
+        largest = max(map(abs, self.measured))
+        same = bool(shares) and np.allclose(shares, self.measured, rtol=0, atol=_SAME_MIX * largest)
+        return "" if same else _OTHER_MIX
+
+
 @dataclass
 class _GenerationState:
     """The running generation: its plan, and the branches seen."""
@@ -80,20 +103,12 @@ class _GenerationState:
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
     as_measured: bool = True  # the branches that run are those whose quality is known
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the branches, at the first step of an expert
-    mix_changes: list[AsyncScalar] = field(default_factory=list)
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # by branch, at an expert's first step
+    mixes: list[FirstMix] = field(default_factory=list)  # of each expert, compared when the generation ends
 
     def is_first_step(self, step: int) -> bool:
         """Whether an expert begins here: with branches measured separately, what mixes them is compared."""
-        return bool(self.problem.branches) and any(step == first for first, _ in self.problem.spec.ranges)
-
-    def compare_mix(self, mixed: torch.Tensor) -> None:
-        """Compare what the scheduler got with the mix of the branches that the plan was made for."""
-        outputs, self.outputs = self.outputs, {}
-        names, measured = self.problem.branches, self.problem.measurements
-        if set(outputs) != set(names) or measured is None or any(o.numel() != mixed.numel() for o in outputs.values()):
-            return
-        self.mix_changes.append(AsyncScalar(mix_change([outputs[name] for name in names], mixed, measured.mix)))
+        return any(step == first for first, _ in self.problem.spec.ranges)
 
 
 class PlanMethod(Method[PlanConfig]):
@@ -145,13 +160,13 @@ class PlanMethod(Method[PlanConfig]):
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        return self._state is not None and bool(self._state.problem.branches)
+        return self._state is not None and (bool(self._state.problem.branches) or self._knows_mix(self._state))
 
     def observe(self, computed: ComputedForward) -> None:
         """Keep the outputs of the branches until the scheduler gets their mix."""
         if self._state is not None and self._state.is_first_step(computed.step):
-            output = next(iter_tensors(computed.output))
-            self._state.outputs[computed.branch] = output.clone()  # a CUDA graph may write the next one there
+            tensors = iter_tensors(computed.output)
+            self._state.outputs[computed.branch] = [t.clone() for t in tensors]  # a CUDA graph may write the next there
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
@@ -250,6 +265,30 @@ class PlanMethod(Method[PlanConfig]):
         if not state.as_measured:
             self._promise_nothing(state, _OTHER_BRANCHES)
 
+    def _knows_mix(self, state: _GenerationState) -> bool:
+        """Whether the mix of the first step is known, of branches that were not measured separately.
+
+        Not at another guidance scale that the pipeline tells: what is promised there was found there.
+        """
+        if self._profile is None or not self._profile.facts.first_mix or self._profile.facts.branches:
+            return False
+        spec = state.problem.spec
+        whole = spec.ranges[0][0] == 0 and self._transformers[0].groups.cfg_rank[1] == 1
+        return whole and spec.guidance in (None, self._profile.facts.guidance)
+
+    def _keep_mix(self, state: _GenerationState, stepped: SchedulerStep) -> None:
+        """Keep what an expert's first step put out, to find out at the end how it was mixed: nothing waits for it."""
+        outputs, state.outputs = state.outputs, {}
+        names, measurements = state.problem.branches, state.problem.measurements
+        mixed = model_output(stepped, state.problem.preconditioning)
+        if names and measurements is not None and set(outputs) == set(names):
+            ordered = [outputs[name] for name in names]
+            state.mixes.append(FirstMix(ordered, mixed.clone(), tuple(measurements.mix), separate=True))
+        elif not names and not state.mixes and self._knows_mix(state):
+            assert self._profile is not None
+            measured = self._profile.facts.first_mix
+            state.mixes.append(FirstMix(list(outputs.values()), mixed.clone(), measured, separate=False))
+
     def _promise_nothing(self, state: _GenerationState, reason: str) -> None:
         """Say that the quality of this generation is not known."""
         state.as_measured = False
@@ -275,7 +314,7 @@ class PlanMethod(Method[PlanConfig]):
         if self.monitor is None:
             self._start_monitor(state)
         if state.outputs:
-            state.compare_mix(model_output(stepped, state.problem.preconditioning))
+            self._keep_mix(state, stepped)
         computed = stepped.step in state.plan.computed
         if self.monitor is not None and (computed or self.monitor.looks_back):
             self.monitor.observe(stepped.step, model_output(stepped, state.problem.preconditioning), computed)
@@ -293,8 +332,9 @@ class PlanMethod(Method[PlanConfig]):
             return
         monitor.close()
         facts = self._profile.facts
-        if any(change.read() > _SAME_MIX + _USUAL * facts.mix_change for change in state.mix_changes):
-            self._promise_nothing(state, _OTHER_MIX)
+        for reason in (mix.find_difference() for mix in state.mixes if state.as_measured):
+            if reason:
+                self._promise_nothing(state, reason)
         self.as_measured = state.as_measured
         if self._stats is not None and state.as_measured:
             self._stats.estimate = partial(monitor.expected_quality, facts.estimates)
@@ -304,7 +344,8 @@ class PlanMethod(Method[PlanConfig]):
             self._warned = True
             warnings.warn(
                 f"The outputs of this model are {factor:.0f} times less predictable than its profile says. "
-                "If a LoRA or quantized weights were added since it was measured, calibrate again with them.",
+                "If a LoRA or quantized weights were added since it was measured, or the scheduler is another one, "
+                "calibrate again with them.",
                 HoldoverWarning,
                 stacklevel=2,
             )

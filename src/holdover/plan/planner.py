@@ -162,6 +162,8 @@ class Planner:
             offset, measured = self._profile.facts.psnr_offset, len(self._profile.facts.noise)
             if self._is_too_coarse(problem):
                 note += f"; what it keeps is not known, because the profile was measured with {measured} steps"
+            elif not problem.spec.known:
+                note += f"; what it keeps is not known, because {problem.spec.scheduler} is random or not linear"
             elif offset is not None:
                 note += f", expected to keep {chosen.psnr(offset):.0f} dB in nine images of ten"
         weights, factors = self.weights(problem, chosen.computed), self.timestep_factors(problem, chosen.computed)
@@ -257,7 +259,7 @@ class Planner:
                 f"num_inference_steps={steps}."
             )
         offset = self._profile.facts.psnr_offset
-        if target.metric != "psnr" or offset is None:
+        if target.metric != "psnr" or offset is None or not problem.spec.known:
             raise ConfigError(
                 f"Nothing is certified for {target} here: run holdover.tune(pipe, profile, {setting}) first."
             )

@@ -84,7 +84,7 @@ class RecordedBatch:
 
     `calls` by step and branch; `latents` (steps + 1, batch, ...) before each step and at the end; `outputs` (steps,
     batch, ...) as the scheduler got them; `parts` (parts, steps, batch, ...), the outputs of each branch, and of each
-    part of a doubled batch.
+    part of a doubled batch, which the transformer rounds to a relative precision of `rounding`.
     """
 
     calls: list[dict[str, RecordedCall]]
@@ -92,6 +92,7 @@ class RecordedBatch:
     outputs: Tensor
     parts: Tensor
     mix: Mix
+    rounding: float
     images: Tensor | None
 
     @property
@@ -136,7 +137,9 @@ class CallRecorder(OutputRecorder):
             )
             parts.append(torch.cat([split_parts(one[-1], latents[step]) for one in self._inputs[step].values()]))
         mixed = torch.stack(parts, dim=1)
-        return RecordedBatch(calls, latents, outputs, mixed, find_mix_of_parts(mixed, outputs), images)
+        given = next(iter_tensors([one[-1] for one in self._inputs[0].values()]))
+        rounding = torch.finfo(given.dtype).eps
+        return RecordedBatch(calls, latents, outputs, mixed, find_mix_of_parts(mixed, outputs), rounding, images)
 
 
 class _RecordingRunner(OutputRunner):
@@ -204,11 +207,26 @@ def _with_latent(value: Any, latent: Tensor) -> Any:
 def split_parts(output: Any, latent: Tensor) -> Tensor:
     """(parts, batch, ...): the first output of a transformer like the latent; a doubled batch has two parts."""
     tensors = list(iter_tensors(output))
-    many = len(tensors) > 1 and all(t.numel() * len(latent) == latent.numel() for t in tensors)
+    many = all(t.numel() * len(latent) == latent.numel() for t in tensors)  # a list of samples
     try:
         return _latent_part(torch.stack(tensors) if many else tensors[0], latent).float()
     except (TypeError, ValueError):
         raise ReplayError("The outputs of its transformer are not like its latents.") from None
+
+
+def find_shares(outputs: Sequence[Any], mixed: Tensor) -> tuple[float, ...] | None:
+    """The share of each part of some branches in what the scheduler got at one step; none if it is no mix of them.
+
+    None if the outputs are not like what the scheduler got.
+    """
+    try:
+        parts = torch.cat([split_parts(output, mixed) for output in outputs]).cpu()
+    except ReplayError:
+        return None
+    try:
+        return tuple(find_mix_of_parts(parts[:, None], mixed[None].float().cpu()).shares[0].tolist())
+    except ReplayError:
+        return ()
 
 
 def find_mix_of_parts(parts: Tensor, outputs: Tensor) -> Mix:
@@ -230,9 +248,10 @@ def find_mix_of_parts(parts: Tensor, outputs: Tensor) -> Mix:
         base, change = across(parts[1 - kept].double()), across((parts[kept] - parts[1 - kept]).double())
         scale = float(-(base * change).sum() / change.square().sum().clamp_min(1e-30))
         shares = torch.tensor([scale, 1 - scale] if kept == 0 else [1 - scale, scale]).to(parts)
-        mix = Mix(shares.expand(len(outputs), -1), kept)
-        if _is_explained(mix(parts, slice(None)), outputs):
-            return mix
+        mixed = Mix(shares.expand(len(outputs), -1), kept)(parts, slice(None))
+        sign = 1 if float((mixed * outputs).sum()) > 0 else -1  # Lumina 2 passes on the negative
+        if _is_explained(sign * mixed, outputs):
+            return Mix(sign * shares.expand(len(outputs), -1), kept)
     raise ReplayError("What its scheduler gets is no mix of the outputs of its transformer.")
 
 

@@ -218,18 +218,6 @@ def merge_runs(runs: Sequence[BranchMix]) -> BranchMix:
     return BranchMix(merged, preconditioning=first.preconditioning)
 
 
-def mix_change(outputs: Sequence[torch.Tensor], mixed: torch.Tensor, mix: Sequence[float]) -> torch.Tensor:
-    """How much other shares of the branches `mixed` has than `mix`, relative to the largest; nothing waits for it.
-
-    For each branch, the change of its share that explains most of the difference; the largest of them.
-    """
-    flat = [output.float().flatten() for output in outputs]
-    error = mixed.float().flatten() - sum(share * one for share, one in zip(mix, flat, strict=True))
-    apart = [one - flat[0] for one in flat[1:]] or flat
-    changes = [(error @ one).abs() / one.square().sum().clamp_min(1e-12) for one in apart]
-    return torch.stack(changes).max() / max(map(abs, mix))
-
-
 def find_mix(
     branches: Mapping[str, Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor], latents: Sequence[torch.Tensor]
 ) -> BranchMix:

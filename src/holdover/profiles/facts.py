@@ -302,9 +302,10 @@ class ProfileFacts:
     `cost` is what the calibration took, in generations and seconds. `origin` is the address with the commit, if the
     profile, or the one it was made from, was loaded from the Hub. `qualities` are the names whose targets differ from
     the defaults, with their targets. `passes` is how many branches ran in the first step, also where they were not
-    measured separately, and 0 if that is not known; `mix_change` is how far the mix of a first step was from `mix`.
-    `prompt_hashes` has a hash of each prompt that was measured or that plans were tried on: none of them can certify a
-    plan.
+    measured separately, and 0 if that is not known. `first_mix` has the share of each branch, and of each part of a
+    doubled batch, in what the scheduler got in the first step; it is empty where branches were measured separately, or
+    where it is no mix of them. `prompt_hashes` has a hash of each prompt that was measured or that plans were tried on:
+    none of them can certify a plan.
     """
 
     name: str
@@ -338,13 +339,12 @@ class ProfileFacts:
     qualities: tuple[tuple[str, str], ...] = ()
     prompt_hashes: tuple[str, ...] = ()
     passes: int = 0
-    mix_change: float = 0.0
+    first_mix: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.effort in EFFORTS, f"its effort is {self.effort!r}")
         require(self.prompts >= 1, f"it was measured on {self.prompts} prompts")
         require(self.passes >= 0, f"{self.passes} branches ran in its first step")
-        require(self.mix_change >= 0, f"its mix_change is {self.mix_change}")
         offset = self.psnr_offset
         require(offset is None or abs(offset) < _LARGEST_OFFSET, f"its psnr_offset is {offset}")
         try:
