@@ -80,6 +80,9 @@ def polish(
     training; the planner's options for other budgets stay as they are. If no plan is better than the profile's own, it
     keeps that. `profile` is a Profile, or the path or address of one.
     """
+    for name, count in (("trials", trials), ("iterations", iterations)):
+        if count is not None and count < 0:
+            raise ConfigError(f"{name} must be 0 or more, not {count}.")
     profile = load_measured(profile, pipe)
     shared: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "progress": progress, "iterations": iterations}
     improved = improve(pipe, profile, [budget], prompts, True, trials, **shared, **call)
