@@ -114,8 +114,6 @@ def calibrate(
             f"The guidance scale of this {type(pipe).__name__} is that of its guider: set it there, with "
             "pipe.update_components(guider=pipe.guider.new(guidance_scale=...))."
         )
-    if num_inference_steps < 2:
-        raise ConfigError(f"Calibrating needs at least 2 steps, not {num_inference_steps}: of one nothing can be held.")
     chosen = as_prompts(built_in_prompts(pipe)[: DEFAULT_PROMPTS[effort]] if prompts is None else prompts)
     if not chosen:
         raise ConfigError("Calibrating needs at least one prompt.")
