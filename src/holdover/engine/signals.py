@@ -57,28 +57,36 @@ def change_across_ranks(groups: Groups, signal: torch.Tensor, before: torch.Tens
     return torch.where(change.isfinite(), change, math.nan)
 
 
-class AsyncScalar:
-    """One value of a device tensor, copied to the host asynchronously."""
+class AsyncCopy:
+    """A copy of a device tensor on the host, made asynchronously."""
 
     def __init__(self, value: torch.Tensor) -> None:
         if value.device.type == "cuda":
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._host.copy_(value, non_blocking=True)
             self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(value.device))
         else:
-            self._host, self._copied = value, None
+            self._host, self._copied = value.clone(), None
 
     @property
     def ready(self) -> bool:
         """Whether reading it now does not wait."""
         return self._copied is None or bool(self._copied.query())
 
-    def read(self) -> float:
-        """The value; waits for the copy if it is not done."""
+    def wait(self) -> torch.Tensor:
+        """The copy, when it is done."""
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._host)
+        return self._host
+
+
+class AsyncScalar(AsyncCopy):
+    """One value of a device tensor, copied to the host asynchronously."""
+
+    def read(self) -> float:
+        """The value; waits for the copy if it is not done."""
+        return float(self.wait())
 
 
 class SignalReading:

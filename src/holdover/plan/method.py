@@ -22,6 +22,7 @@ from ..engine.clock import SchedulerStep
 from ..engine.install import CachedTransformer
 from ..engine.method import Method, Runner
 from ..engine.output import OutputRunner
+from ..engine.signals import AsyncCopy
 from ..engine.state import ComputedForward
 from ..engine.storage import RecentDict
 from ..errors import ConfigError, HoldoverWarning, ProfileError
@@ -74,17 +75,18 @@ class PlanMemory:
 class FirstMix:
     """What an expert's first step put out, what the scheduler got of it, and the shares that were measured.
 
+    Both are on the host long before the generation ends, so that nothing waits for the device.
     `separate`: branches were measured separately, so that what the scheduler gets is a linear mix of them.
     """
 
-    outputs: list[list[torch.Tensor]]  # of each branch
-    mixed: torch.Tensor
+    outputs: list[list[AsyncCopy]]  # of each branch
+    mixed: AsyncCopy
     measured: tuple[float, ...]
     separate: bool
 
     def find_difference(self) -> str:
         """Why the mix is not the one that was measured; empty if it is, or if that cannot be told."""
-        shares = find_shares(self.outputs, self.mixed)
+        shares = find_shares([[one.wait() for one in branch] for branch in self.outputs], self.mixed.wait())
         if shares is None or (self.separate and not shares):
             return ""
         if shares and len(shares) != len(self.measured):
@@ -103,7 +105,7 @@ class _GenerationState:
     branches: set[str] = field(default_factory=set)
     branches_known: bool = False
     as_measured: bool = True  # the branches that run are those whose quality is known
-    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # by branch, at an expert's first step
+    outputs: dict[str, list[AsyncCopy]] = field(default_factory=dict)  # by branch, at an expert's first step
     mixes: list[FirstMix] = field(default_factory=list)  # of each expert, compared when the generation ends
 
     def is_first_step(self, step: int) -> bool:
@@ -165,8 +167,7 @@ class PlanMethod(Method[PlanConfig]):
     def observe(self, computed: ComputedForward) -> None:
         """Keep the outputs of the branches until the scheduler gets their mix."""
         if self._state is not None and self._state.is_first_step(computed.step):
-            tensors = iter_tensors(computed.output)
-            self._state.outputs[computed.branch] = [t.clone() for t in tensors]  # a CUDA graph may write the next there
+            self._state.outputs[computed.branch] = [AsyncCopy(tensor) for tensor in iter_tensors(computed.output)]
 
     def prepare(self, transformer: CachedTransformer, pipeline: Any) -> tuple[str, ...]:
         self._transformers.append(transformer)
@@ -277,17 +278,17 @@ class PlanMethod(Method[PlanConfig]):
         return whole and spec.guidance in (None, self._profile.facts.guidance)
 
     def _keep_mix(self, state: _GenerationState, stepped: SchedulerStep) -> None:
-        """Keep what an expert's first step put out, to find out at the end how it was mixed: nothing waits for it."""
+        """Keep what an expert's first step put out, to find out at the end how it was mixed."""
         outputs, state.outputs = state.outputs, {}
         names, measurements = state.problem.branches, state.problem.measurements
-        mixed = model_output(stepped, state.problem.preconditioning)
+        mixed = AsyncCopy(model_output(stepped, state.problem.preconditioning))
         if names and measurements is not None and set(outputs) == set(names):
             ordered = [outputs[name] for name in names]
-            state.mixes.append(FirstMix(ordered, mixed.clone(), tuple(measurements.mix), separate=True))
+            state.mixes.append(FirstMix(ordered, mixed, tuple(measurements.mix), separate=True))
         elif not names and not state.mixes and self._knows_mix(state):
             assert self._profile is not None
             measured = self._profile.facts.first_mix
-            state.mixes.append(FirstMix(list(outputs.values()), mixed.clone(), measured, separate=False))
+            state.mixes.append(FirstMix(list(outputs.values()), mixed, measured, separate=False))
 
     def _promise_nothing(self, state: _GenerationState, reason: str) -> None:
         """Say that the quality of this generation is not known."""
