@@ -298,7 +298,7 @@ class _CalibrationSession:
         self._residual_grams: dict[str, list[Array]] = {}
         self._psnr_offsets: list[float] = []
         self._forecast_ratios: list[float] = []
-        self._first_mixes: list[tuple[float, ...]] = []
+        self._first_mix: tuple[float, ...] = ()
 
     def measure(self, batch: Batch, bar: Any) -> None:
         """One uncached run and one probe of the same images."""
@@ -331,7 +331,8 @@ class _CalibrationSession:
             offsets = quality + 10 * np.log10(np.maximum(errors, 1e-20))
             self._psnr_offsets += offsets[np.isfinite(offsets)].tolist()
         self._forecast_ratios += probe.outputs.ratios
-        self._first_mixes.append(probe.first_mix or ())
+        if not self._mixes:
+            self._first_mix = probe.first_mix or ()
         self._mixes.append(mix)
 
     def _announce(self, bar: Any, latent: torch.Tensor) -> None:
@@ -409,7 +410,7 @@ class _CalibrationSession:
             branches=mix.branches,
             mix=mix.mix,
             passes=self._passes,
-            first_mix=() if mix.branches else self._first_mixes[0],
+            first_mix=() if mix.branches else self._first_mix,
             scale=() if preconditioning is None else tuple(preconditioning.scale.tolist()),
             carry=() if preconditioning is None else tuple(preconditioning.carry.tolist()),
             call=_plain_settings(caller),

@@ -109,7 +109,7 @@ class _GenerationState:
     mixes: list[FirstMix] = field(default_factory=list)  # of each expert, compared when the generation ends
 
     def is_first_step(self, step: int) -> bool:
-        """Whether an expert begins here: with branches measured separately, what mixes them is compared."""
+        """Whether an expert begins here."""
         return any(step == first for first, _ in self.problem.spec.ranges)
 
 
@@ -280,15 +280,15 @@ class PlanMethod(Method[PlanConfig]):
     def _keep_mix(self, state: _GenerationState, stepped: SchedulerStep) -> None:
         """Keep what an expert's first step put out, to find out at the end how it was mixed."""
         outputs, state.outputs = state.outputs, {}
-        names, measurements = state.problem.branches, state.problem.measurements
-        mixed = AsyncCopy(model_output(stepped, state.problem.preconditioning))
+        names, measurements, profile = state.problem.branches, state.problem.measurements, self._profile
         if names and measurements is not None and set(outputs) == set(names):
-            ordered = [outputs[name] for name in names]
-            state.mixes.append(FirstMix(ordered, mixed, tuple(measurements.mix), separate=True))
-        elif not names and not state.mixes and self._knows_mix(state):
-            assert self._profile is not None
-            measured = self._profile.facts.first_mix
-            state.mixes.append(FirstMix(list(outputs.values()), mixed, measured, separate=False))
+            branches, measured = [outputs[name] for name in names], tuple(measurements.mix)
+        elif profile is not None and not names and not state.mixes and self._knows_mix(state):
+            branches, measured = list(outputs.values()), profile.facts.first_mix
+        else:
+            return
+        mixed = AsyncCopy(model_output(stepped, state.problem.preconditioning))
+        state.mixes.append(FirstMix(branches, mixed, measured, separate=bool(names)))
 
     def _promise_nothing(self, state: _GenerationState, reason: str) -> None:
         """Say that the quality of this generation is not known."""
